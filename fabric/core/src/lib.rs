@@ -12,6 +12,7 @@ pub mod limits;
 pub mod load;
 pub mod owner;
 pub mod rank;
+pub mod spans;
 pub mod types;
 pub mod umbp;
 pub mod wire;
