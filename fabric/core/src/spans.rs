@@ -78,6 +78,42 @@ impl SpanSet {
         Ok(())
     }
 
+    /// Claims the memory of a job block by block: a block whose spans are in use, or overlap those of an earlier block of
+    /// the job, is refused and its siblings go on. One result per block, in order.
+    pub fn claim_blocks(
+        &mut self,
+        job: u64,
+        exclusive: bool,
+        blocks: &[Vec<Span>],
+    ) -> Vec<Result<(), SpanConflict>> {
+        // Nearly every job is granted as a whole; only a refusal is worth looking for its blocks.
+        if self.claim(job, exclusive, blocks.concat()).is_ok() {
+            return vec![Ok(()); blocks.len()];
+        }
+        let mut granted: Vec<Span> = Vec::new();
+        let results = blocks
+            .iter()
+            .map(|block| {
+                let mut alone = Self { claims: core::mem::take(&mut self.claims) };
+                let result = alone.claim(job, exclusive, block.clone());
+                let merged = alone.claims.remove(&job).map(|claim| claim.spans).unwrap_or_default();
+                self.claims = alone.claims;
+                result?;
+                if exclusive {
+                    if let Some(address) = first_overlap(&merged, &granted) {
+                        return Err(SpanConflict::WithinJob { address });
+                    }
+                }
+                granted.extend_from_slice(&merged);
+                granted.sort_unstable();
+                granted = merge(&granted);
+                Ok(())
+            })
+            .collect();
+        self.claims.insert(job, Claim { exclusive, spans: granted.into_boxed_slice() });
+        results
+    }
+
     /// Ends the claim of a job that is final. Unknown jobs are ignored.
     pub fn release(&mut self, job: u64) {
         self.claims.remove(&job);
@@ -165,6 +201,33 @@ mod tests {
         );
         assert_eq!(set.jobs(), 0);
         set.claim(1, true, vec![span(10, 20), span(0, 10), span(5, 5)]).unwrap();
+    }
+
+    #[test]
+    fn only_the_blocks_in_conflict_are_refused() {
+        let mut set = SpanSet::new();
+        set.claim(1, true, vec![span(100, 110)]).unwrap();
+        let blocks = [
+            vec![span(0, 10), span(20, 30)],
+            vec![span(25, 26)],
+            vec![span(105, 106)],
+            vec![span(40, 50)],
+            vec![span(60, 65), span(64, 70)],
+        ];
+        assert_eq!(
+            set.claim_blocks(2, true, &blocks),
+            [
+                Ok(()),
+                Err(SpanConflict::WithinJob { address: 25 }),
+                Err(SpanConflict::WithJob { address: 105, job: 1 }),
+                Ok(()),
+                Err(SpanConflict::WithinJob { address: 64 }),
+            ]
+        );
+        assert_eq!(set.claim(3, true, vec![span(45, 46)]), Err(SpanConflict::WithJob { address: 45, job: 2 }));
+        set.claim(3, true, vec![span(60, 70)]).unwrap();
+        set.release(2);
+        set.claim(4, true, vec![span(0, 50)]).unwrap();
     }
 
     proptest! {

@@ -224,11 +224,8 @@ pub enum BufferError {
         length_bytes: usize,
     },
     /// Jobs still use it.
-    #[error("{jobs} jobs that are not final use the buffer; wait for them or cancel them first")]
-    InUse {
-        /// Number of jobs.
-        jobs: usize,
-    },
+    #[error("a job that is not final uses the buffer; wait for it or cancel it first")]
+    InUse,
     /// It is not registered.
     #[error("the buffer is not registered")]
     NotRegistered,

@@ -1,371 +1,622 @@
-//! The facade: validates on the caller's thread, hands over to the core thread, returns jobs.
+//! A rank: starts the parts, and gives the engine its calls.
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::Sender;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{channel, sync_channel, Sender};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvfabric_core::hash::{KeyHash, NamespaceKey};
+use kvfabric_core::directory::{Announcer, AnnouncerConfig};
 use kvfabric_core::limits;
-use kvfabric_core::owner::PutId;
-use kvfabric_core::umbp::UmbpKey;
-use kvfabric_core::{Fingerprint, NsId};
-use kvfabric_memory::{Region, ScatterList};
-use parking_lot::{Mutex, RwLock};
+use kvfabric_core::load::VerifyPolicy;
+use kvfabric_core::rank::{Rank, RankConfig};
+use kvfabric_core::wire::{Address, AddressList, Advertised, EngineKey, Name};
+use kvfabric_core::{Incarnation, TransportKind};
+use kvfabric_memory::{HugePages, OwnerMemory, PoolConfig, Region, ScatterList};
+use kvfabric_transport_control::{Endpoint, EndpointConfig, Tls};
+use kvfabric_transport_shm::{ShmProvider, ShmServer};
+use kvfabric_transport_tcp::{
+    ProviderOptions, ServeError, ServerOptions, TcpProvider, TcpServer, TlsClient, TokenStore,
+};
+use tokio::sync::watch;
 
-use crate::command::{Command, LoadBlockInput, StoreBlockInput};
-use crate::job::{Cancel, JobState};
+use crate::command::Command;
+use crate::control::Control;
+use crate::driver::Driver;
+use crate::filler::Filler;
+use crate::handler::{Offer, RankHandler};
+use crate::jobs::Jobs;
+use crate::lane::Lane;
+use crate::peers::Asker;
+use crate::reads::Reads;
+use crate::routes::{Routes, OWN_POOL};
+use crate::membership::{Membership, Starting};
+use crate::session::LinkTask;
+use crate::shared::{LookupAnswer, Namespace, Shared};
+use crate::system::{random_u64, runtime, security, socket_dir};
 use crate::{
-    BlockError, BufferError, GroupLayout, Job, LoadItem, NamespaceError, NamespaceSpec, StoreItem, SubmitError,
+    BlockError, BufferError, ConfigError, DirectoryChoice, DirectoryConfig, DirectoryServer, HugePagesChoice, Job,
+    LoadItem, NamespaceError, NamespaceSpec, NodeConfig, NodeStats, PeerRoute, StartError, StoreItem, SubmitError,
+    TransportChoice,
 };
 
-/// A namespace that this rank has opened. Clones share it.
-#[derive(Clone)]
-pub struct Namespace(pub(crate) Arc<NamespaceInner>);
+/// Time that closing gives to jobs in progress: more than any transport's drain bound.
+const CLOSE_DRAIN: Duration = Duration::from_secs(2);
+/// The core thread answers from memory; the bound only guards against a node that is being closed.
+const CORE_ANSWER_MAX: Duration = Duration::from_secs(10);
 
-impl std::fmt::Debug for Namespace {
+/// A rank of the fabric.
+///
+/// Dropping it closes it: jobs in progress are ended by force, and each is final before its memory is let go.
+pub struct Node {
+    name: String,
+    incarnation: Incarnation,
+    shared: Arc<Shared>,
+    core: Option<JoinHandle<()>>,
+    stop: watch::Sender<bool>,
+    endpoint: Endpoint,
+    metrics: Option<crate::metrics::MetricsServer>,
+    runtime: Option<tokio::runtime::Runtime>,
+    // The serving sides outlive the core thread: peers may read until this process is gone.
+    _tcp: Option<TcpServer>,
+    _shm: Option<ShmServer>,
+    _memory: Arc<OwnerMemory>,
+    directory: Option<DirectoryServer>,
+}
+
+impl std::fmt::Debug for Node {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Namespace({:?})", self.0.name)
+        write!(f, "Node({}, incarnation {})", self.name, self.incarnation)
     }
 }
 
-pub(crate) struct NamespaceInner {
-    pub(crate) name: String,
-    pub(crate) key: NamespaceKey,
-    pub(crate) local: NsId,
-    pub(crate) groups: Vec<GroupLayout>,
-    /// Cleared when the node closes.
-    pub(crate) node_id: u64,
-}
+impl Node {
+    /// Starts a rank and joins the directory. Blocks, at most `start_timeout` plus the time that memory and certificates take.
+    ///
+    /// # Errors
+    /// [`StartError`] names what is wrong and the remedy. Nothing is left behind then.
+    pub fn start(config: NodeConfig) -> Result<Self, StartError> {
+        Starter::new(config)?.start()
+    }
 
-impl Namespace {
-    /// Its name, as in the keys.
+    /// Name of the rank.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.0.name
+        &self.name
     }
 
-    /// Layout of a cache group.
+    /// Incarnation of this process.
     #[must_use]
-    pub fn group(&self, group_id: u32) -> Option<GroupLayout> {
-        self.0.groups.iter().find(|group| group.group_id == group_id).copied()
+    pub fn incarnation(&self) -> u64 {
+        self.incarnation.get()
     }
 
-    /// Parses a key and hashes it.
-    fn hash(&self, key: &str) -> Result<(KeyHash, u32), BlockError> {
-        let parsed = UmbpKey::parse(key)
-            .map_err(|error| BlockError::BadKey { key: shorten(key), reason: error.to_string() })?;
-        if parsed.namespace() != self.0.name {
-            return Err(BlockError::OtherNamespace {
-                expected: self.0.name.clone(),
-                found: shorten(parsed.namespace()),
-            });
+    /// Registers memory that loads and stores may name: each allocation once.
+    ///
+    /// # Errors
+    /// [`BufferError::Overlaps`].
+    pub fn register_buffer(&self, region: &Region) -> Result<(), BufferError> {
+        self.shared.register(region)
+    }
+
+    /// Takes memory back. No job may name it any more.
+    ///
+    /// # Errors
+    /// [`BufferError::InUse`] while a job that is not final uses it; [`BufferError::NotRegistered`].
+    pub fn deregister_buffer(&self, region: &Region) -> Result<(), BufferError> {
+        // Taken out first, so that no new job can slip in between the question and its answer.
+        self.shared.deregister(region)?;
+        let (start, length_bytes) = (region.address() as u64, region.length_bytes() as u64);
+        let used = self.ask_core(|reply| Command::Uses { start, length_bytes, reply });
+        if used == Some(true) {
+            self.shared.register(region)?;
+            return Err(BufferError::InUse);
         }
-        let at = parsed.coordinates();
-        Ok((self.0.key.hash(at, parsed.block_hash()), at.group_id))
-    }
-
-    fn hash_for(&self, key: &str, found_bytes: u64) -> Result<(KeyHash, GroupLayout), BlockError> {
-        let (hash, group_id) = self.hash(key)?;
-        let group = self.group(group_id).ok_or(BlockError::UnknownGroup { group_id })?;
-        if group.object_bytes != found_bytes {
-            return Err(BlockError::WrongSize { expected_bytes: group.object_bytes, found_bytes });
-        }
-        Ok((hash, group))
-    }
-}
-
-/// Keys in messages are cut to a length that fits a log line.
-fn shorten(text: &str) -> String {
-    const CHARACTERS_MAX: usize = 160;
-    if text.chars().count() <= CHARACTERS_MAX {
-        return text.to_owned();
-    }
-    let head: String = text.chars().take(CHARACTERS_MAX).collect();
-    format!("{head}...")
-}
-
-/// Answer of a lookup.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LookupAnswer {
-    /// One bit a key, in order; any doubt is false.
-    pub hits: Vec<bool>,
-    /// Whether the directory answered for every key. If not, false may also mean "not known".
-    pub complete: bool,
-}
-
-impl LookupAnswer {
-    /// Length of the leading run of hits.
-    #[must_use]
-    pub fn prefix_hits(&self) -> usize {
-        self.hits.iter().take_while(|hit| **hit).count()
-    }
-}
-
-/// State that the facade shares with the node's threads.
-pub(crate) struct Shared {
-    pub(crate) node_id: u64,
-    pub(crate) commands: Sender<Command>,
-    pub(crate) closed: AtomicBool,
-    pub(crate) jobs_in_progress: AtomicUsize,
-    next_job: AtomicU64,
-    next_put: AtomicU64,
-    buffers: RwLock<BTreeMap<usize, Region>>,
-    namespaces: Mutex<BTreeMap<String, Namespace>>,
-    ns_secret: Vec<u8>,
-    pool_bytes: u64,
-}
-
-impl Shared {
-    pub(crate) fn new(node_id: u64, commands: Sender<Command>, ns_secret: Vec<u8>, pool_bytes: u64) -> Self {
-        Self {
-            node_id,
-            commands,
-            closed: AtomicBool::new(false),
-            jobs_in_progress: AtomicUsize::new(0),
-            next_job: AtomicU64::new(1),
-            next_put: AtomicU64::new(1),
-            buffers: RwLock::new(BTreeMap::new()),
-            namespaces: Mutex::new(BTreeMap::new()),
-            ns_secret,
-            pool_bytes,
-        }
-    }
-
-    pub(crate) fn send(&self, command: Command) -> bool {
-        !self.closed.load(Ordering::Acquire) && self.commands.send(command).is_ok()
-    }
-
-    /// Registers a buffer: each allocation once, overlaps refused.
-    pub(crate) fn register(&self, region: &Region) -> Result<(), BufferError> {
-        let (address, length_bytes) = (region.address(), region.length_bytes());
-        let mut buffers = self.buffers.write();
-        let before = buffers.range(..=address).next_back().map(|(start, other)| (*start, other.clone()));
-        let after = buffers.range(address..).next().map(|(start, _)| *start);
-        if let Some((start, other)) = before {
-            if start == address && other.same(region) {
-                return Ok(());
-            }
-            if start + other.length_bytes() > address {
-                return Err(BufferError::Overlaps { address, length_bytes });
-            }
-        }
-        if after.is_some_and(|start| start < address + length_bytes) {
-            return Err(BufferError::Overlaps { address, length_bytes });
-        }
-        buffers.insert(address, region.clone());
         Ok(())
     }
 
-    /// Takes a buffer out, so that no new job can name it.
-    pub(crate) fn deregister(&self, region: &Region) -> Result<(), BufferError> {
-        let mut buffers = self.buffers.write();
-        match buffers.get(&region.address()) {
-            Some(known) if known.same(region) => {
-                buffers.remove(&region.address());
-                Ok(())
+    /// A scatter list over registered memory from absolute addresses and lengths, as layout planners give them.
+    ///
+    /// # Errors
+    /// [`BlockError::NotRegistered`].
+    pub fn resolve(&self, ranges: impl Iterator<Item = (u64, u64)>) -> Result<ScatterList, BlockError> {
+        self.shared.resolve(ranges)
+    }
+
+    /// Opens a namespace: its keys can be stored, loaded and looked up through the handle.
+    ///
+    /// # Errors
+    /// [`NamespaceError`].
+    pub fn open_namespace(&self, spec: NamespaceSpec) -> Result<Namespace, NamespaceError> {
+        self.shared.open_namespace(spec)
+    }
+
+    /// Stores blocks. Each becomes visible by itself once its bytes are complete; the sources belong to the job until it
+    /// is final.
+    ///
+    /// # Errors
+    /// [`SubmitError`]: nothing was begun. What is wrong with single blocks is in the job's report.
+    pub fn store(&self, ns: &Namespace, items: Vec<StoreItem>, deadline: Duration) -> Result<Job, SubmitError> {
+        self.shared.store(ns, items, deadline)
+    }
+
+    /// Loads blocks. The destinations belong to the job until it is final; a block's bytes are right if and only if its
+    /// result is `Ok`.
+    ///
+    /// # Errors
+    /// [`SubmitError`]: nothing was begun. What is wrong with single blocks is in the job's report.
+    pub fn load(&self, ns: &Namespace, items: Vec<LoadItem>, deadline: Duration) -> Result<Job, SubmitError> {
+        self.shared.load(ns, items, deadline)
+    }
+
+    /// Which keys some rank holds. No side effects; bounded by `budget`; any doubt is a miss.
+    #[must_use]
+    pub fn lookup<K: AsRef<str>>(&self, ns: &Namespace, keys: &[K], budget: Duration) -> LookupAnswer {
+        match &self.runtime {
+            Some(runtime) => self.shared.lookup(runtime.handle(), ns, keys, budget),
+            None => LookupAnswer { hits: vec![false; keys.len()], complete: false },
+        }
+    }
+
+    /// Waits until everything stored so far is known to the directory. False when that took longer than `deadline`.
+    #[must_use]
+    pub fn flush(&self, deadline: Duration) -> bool {
+        let (reply, answer) = sync_channel(1);
+        self.shared.send(Command::Flush { within: deadline, reply })
+            && answer.recv_timeout(deadline + CORE_ANSWER_MAX).unwrap_or(false)
+    }
+
+    /// Clears a namespace in the whole cluster. True only if every live rank confirmed.
+    #[must_use]
+    pub fn clear(&self, ns: &Namespace, deadline: Duration) -> bool {
+        let (reply, answer) = sync_channel(1);
+        self.shared.send(Command::Clear { ns: ns.0.local, within: deadline, reply })
+            && answer.recv_timeout(deadline + CORE_ANSWER_MAX).unwrap_or(false)
+    }
+
+    /// Evicts own blocks, whatever the policy says. Returns how many were resident.
+    #[must_use]
+    pub fn evict<K: AsRef<str>>(&self, ns: &Namespace, keys: &[K]) -> usize {
+        let fingerprints = Shared::fingerprints(ns, keys).into_iter().flatten().collect();
+        self.ask_core(|reply| Command::Evict { fingerprints, reply }).unwrap_or(0)
+    }
+
+    /// Keys that this rank published and evicted since the last call.
+    #[must_use]
+    pub fn take_evicted_keys(&self) -> Vec<String> {
+        self.ask_core(|reply| Command::TakeEvicted { reply })
+            .unwrap_or_default()
+            .into_iter()
+            .map(|key| String::from_utf8_lossy(&key).into_owned())
+            .collect()
+    }
+
+    /// Figures.
+    #[must_use]
+    pub fn stats(&self) -> NodeStats {
+        self.ask_core(|reply| Command::Stats { reply }).unwrap_or_default()
+    }
+
+    /// Connected peers and the transport chosen for each.
+    #[must_use]
+    pub fn routes(&self) -> Vec<PeerRoute> {
+        self.ask_core(|reply| Command::Routes { reply }).unwrap_or_default()
+    }
+
+    /// Whether the rank is a member of the directory now.
+    #[must_use]
+    pub fn directory_connected(&self) -> bool {
+        self.shared.view.read().is_some()
+    }
+
+    /// Address of the Prometheus endpoint, if there is one.
+    #[must_use]
+    pub fn metrics_address(&self) -> Option<SocketAddr> {
+        self.metrics.as_ref().map(crate::metrics::MetricsServer::local_addr)
+    }
+
+    /// Address of the embedded directory, if there is one.
+    #[must_use]
+    pub fn directory_address(&self) -> Option<SocketAddr> {
+        self.directory.as_ref().map(DirectoryServer::local_addr)
+    }
+
+    /// Leaves the directory and ends everything. Bounded.
+    pub fn close(self) {
+        drop(self);
+    }
+
+    fn ask_core<T>(&self, command: impl FnOnce(std::sync::mpsc::SyncSender<T>) -> Command) -> Option<T> {
+        let (reply, answer) = sync_channel(1);
+        if !self.shared.send(command(reply)) {
+            return None;
+        }
+        answer.recv_timeout(CORE_ANSWER_MAX).ok()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        // The session says farewell first, so that lookups stop finding what is about to go.
+        let _ = self.stop.send(true);
+        let _ = self.shared.commands.send(Command::Close { drain: CLOSE_DRAIN });
+        self.shared.closed.store(true, Ordering::Release);
+        if let Some(core) = self.core.take() {
+            if core.join().is_err() {
+                tracing::error!("the core thread panicked");
             }
-            _ => Err(BufferError::NotRegistered),
+        }
+        if let Some(runtime) = self.runtime.take() {
+            runtime.block_on(self.endpoint.shutdown("the rank stops"));
+            runtime.shutdown_timeout(Duration::from_secs(1));
         }
     }
+}
 
-    /// A scatter list over registered memory from absolute addresses, as planners give them.
-    pub(crate) fn resolve(
-        &self,
-        ranges: impl Iterator<Item = (u64, u64)>,
-    ) -> Result<ScatterList, BlockError> {
-        let buffers = self.buffers.read();
-        let mut list = ScatterList::with_capacity(ranges.size_hint().0);
-        for (address, length_bytes) in ranges {
-            let address = usize::try_from(address).map_err(|_| BlockError::NotRegistered)?;
-            let length_bytes = usize::try_from(length_bytes).map_err(|_| BlockError::NotRegistered)?;
-            let (start, region) = buffers.range(..=address).next_back().ok_or(BlockError::NotRegistered)?;
-            list.push(region, address - start, length_bytes).map_err(|_| BlockError::NotRegistered)?;
-        }
-        Ok(list)
-    }
+/// The steps of a start.
+struct Starter {
+    config: NodeConfig,
+    tls: Tls,
+    incarnation: Incarnation,
+    memory: Arc<OwnerMemory>,
+    directory: Option<DirectoryServer>,
+}
 
-    fn all_registered(&self, list: &ScatterList) -> bool {
-        let buffers = self.buffers.read();
-        list.regions()
-            .iter()
-            .all(|region| buffers.get(&region.address()).is_some_and(|known| known.same(region)))
-    }
-
-    pub(crate) fn open_namespace(&self, spec: NamespaceSpec) -> Result<Namespace, NamespaceError> {
-        check_spec(&spec, self.pool_bytes)?;
-        let mut namespaces = self.namespaces.lock();
-        let key = NamespaceKey::derive(&self.ns_secret, &spec.name, &spec.key_salt);
-        if let Some(known) = namespaces.get(&spec.name) {
-            if known.0.key == key {
-                let conflict = spec.groups.iter().find(|group| {
-                    known.group(group.group_id).is_some_and(|old| old != **group)
-                });
-                if let Some(group) = conflict {
-                    return Err(NamespaceError::LayoutConflict {
-                        name: spec.name,
-                        group_id: group.group_id,
-                    });
-                }
-                if spec.groups.iter().all(|group| known.group(group.group_id).is_some()) {
-                    return Ok(known.clone());
-                }
-            }
-        }
-        let (reply, answer) = std::sync::mpsc::sync_channel(1);
-        if !self.send(Command::OpenNamespace { public_name: key.public_name(), reply }) {
-            return Err(NamespaceError::NodeStopped);
-        }
-        // The core thread answers from memory; the bound only guards against a node that is being closed.
-        let local = answer.recv_timeout(Duration::from_secs(10)).map_err(|_| NamespaceError::NodeStopped)?;
-        let namespace = Namespace(Arc::new(NamespaceInner {
-            name: spec.name.clone(),
-            key,
-            local,
-            groups: spec.groups,
-            node_id: self.node_id,
-        }));
-        namespaces.insert(spec.name, namespace.clone());
-        Ok(namespace)
-    }
-
-    fn begin_job(self: &Arc<Self>, blocks: usize) -> Result<Arc<JobState>, SubmitError> {
-        if blocks > limits::JOB_BLOCKS_MAX {
-            return Err(SubmitError::TooManyBlocks { blocks, limit: limits::JOB_BLOCKS_MAX });
-        }
-        if self.closed.load(Ordering::Acquire) {
-            return Err(SubmitError::NodeStopped);
-        }
-        let jobs = self.jobs_in_progress.fetch_add(1, Ordering::AcqRel);
-        if jobs >= limits::JOBS_MAX {
-            self.jobs_in_progress.fetch_sub(1, Ordering::AcqRel);
-            return Err(SubmitError::TooManyJobs { jobs });
-        }
-        Ok(JobState::new(self.next_job.fetch_add(1, Ordering::Relaxed), blocks))
-    }
-
-    fn job(self: &Arc<Self>, state: Arc<JobState>) -> Job {
-        Job { state, cancel: self.clone() as Arc<dyn Cancel> }
-    }
-
-    pub(crate) fn store(
-        self: &Arc<Self>,
-        ns: &Namespace,
-        items: Vec<StoreItem>,
-        deadline: Duration,
-    ) -> Result<Job, SubmitError> {
-        let state = self.begin_job(items.len())?;
-        let mut blocks = Vec::with_capacity(items.len());
-        for (index, item) in items.into_iter().enumerate() {
-            let checked = ns.hash_for(&item.key, item.source.total_bytes()).and_then(|found| {
-                if ns.0.node_id == self.node_id && self.all_registered(&item.source) {
-                    Ok(found)
-                } else {
-                    Err(BlockError::NotRegistered)
-                }
+impl Starter {
+    fn new(config: NodeConfig) -> Result<Self, StartError> {
+        if config.transport == TransportChoice::Only(TransportKind::Rdma) {
+            return Err(StartError::TransportUnavailable {
+                transport: "rdma",
+                reason: "this version has no RDMA verbs; use shm or tcp".into(),
             });
-            match checked {
-                Ok((key, group)) => blocks.push(StoreBlockInput {
-                    index,
-                    put: PutId(self.next_put.fetch_add(1, Ordering::Relaxed)),
-                    key,
-                    parent: item.parent_block_hash.and_then(|hash| parent_of(ns, &item.key, &hash)),
-                    key_bytes: item.key.into_bytes().into_boxed_slice(),
-                    group,
-                    source: item.source,
-                }),
-                Err(error) => state.set(index, Err(error)),
-            }
         }
-        self.submit(&state, Command::Store { job: state.clone(), ns: ns.0.local, blocks, until: Instant::now() + deadline })?;
-        Ok(self.job(state))
-    }
-
-    pub(crate) fn load(
-        self: &Arc<Self>,
-        ns: &Namespace,
-        items: Vec<LoadItem>,
-        deadline: Duration,
-    ) -> Result<Job, SubmitError> {
-        let state = self.begin_job(items.len())?;
-        let mut blocks = Vec::with_capacity(items.len());
-        for (index, item) in items.into_iter().enumerate() {
-            let checked = ns.hash_for(&item.key, item.destination.total_bytes()).and_then(|found| {
-                if ns.0.node_id == self.node_id && self.all_registered(&item.destination) {
-                    Ok(found)
-                } else {
-                    Err(BlockError::NotRegistered)
-                }
-            });
-            match checked {
-                Ok((key, group)) => {
-                    blocks.push(LoadBlockInput { index, key, group, destination: item.destination });
-                }
-                Err(error) => state.set(index, Err(error)),
-            }
+        if config.listen.ip().is_unspecified() && config.advertise.is_none() {
+            return Err(StartError::Config(ConfigError::BadValue {
+                name: "advertise",
+                value: String::new(),
+                reason: format!(
+                    "is needed when listening on {}: peers must be told a host name or address of this machine",
+                    config.listen.ip()
+                ),
+            }));
         }
-        self.submit(&state, Command::Load { job: state.clone(), ns: ns.0.local, blocks, until: Instant::now() + deadline })?;
-        Ok(self.job(state))
-    }
-
-    fn submit(&self, state: &Arc<JobState>, command: Command) -> Result<(), SubmitError> {
-        if self.send(command) {
-            return Ok(());
+        if let Err(error) = kvfabric_memory::raise_fd_limit() {
+            tracing::warn!(%error, "cannot raise the limit of open files");
         }
-        self.jobs_in_progress.fetch_sub(1, Ordering::AcqRel);
-        state.finish();
-        Err(SubmitError::NodeStopped)
-    }
-
-    /// Fingerprints of keys, `None` where a key is malformed or of another namespace: such a key is a miss.
-    pub(crate) fn fingerprints<K: AsRef<str>>(ns: &Namespace, keys: &[K]) -> Vec<Option<Fingerprint>> {
-        keys.iter().map(|key| ns.hash(key.as_ref()).ok().map(|(hash, _)| hash.fingerprint())).collect()
-    }
-}
-
-impl Cancel for Shared {
-    fn cancel(&self, job: u64) {
-        self.send(Command::Cancel { job });
-    }
-}
-
-/// Fingerprint of the parent block: same coordinates, its own hash.
-fn parent_of(ns: &Namespace, key: &str, parent_hash: &[u8]) -> Option<Fingerprint> {
-    let parsed = UmbpKey::parse(key).ok()?;
-    Some(ns.0.key.hash(parsed.coordinates(), parent_hash).fingerprint())
-}
-
-fn check_spec(spec: &NamespaceSpec, pool_bytes: u64) -> Result<(), NamespaceError> {
-    let limit = limits::KEY_BYTES_MAX / 2;
-    if spec.name.is_empty() || spec.name.len() > limit {
-        return Err(NamespaceError::BadName {
-            name: shorten(&spec.name),
-            reason: format!("must have 1 to {limit} bytes"),
-        });
-    }
-    for group in &spec.groups {
-        let reason = match group.object_bytes {
-            0 => "it must have at least one byte".to_owned(),
-            bytes if bytes > limits::OBJECT_BYTES_MAX => {
-                format!("the largest object is {} bytes", limits::OBJECT_BYTES_MAX)
+        let tls =
+            Tls::load(&security(&config.security)).map_err(|error| StartError::Security(error.to_string()))?;
+        if !tls.allows(&config.name) {
+            return Err(StartError::Security(format!(
+                "the certificate is for {:?}, which does not allow rank name {:?}; make one with `kvfabric certs DIR --name {}`",
+                tls.names(),
+                config.name,
+                config.name
+            )));
+        }
+        let incarnation = loop {
+            if let Some(incarnation) = Incarnation::new(random_u64()?) {
+                break incarnation;
             }
-            bytes if bytes > pool_bytes => {
-                format!("the pool has only {pool_bytes} bytes; raise --pool-bytes")
-            }
-            _ => continue,
         };
-        return Err(NamespaceError::BadObjectSize {
-            group_id: group.group_id,
-            object_bytes: group.object_bytes,
-            reason,
-        });
+        let memory = OwnerMemory::create(&PoolConfig {
+            capacity_bytes: config.pool_bytes,
+            word_slots: word_slots(config.pool_bytes),
+            huge_pages: match config.huge_pages {
+                HugePagesChoice::Off => HugePages::Off,
+                HugePagesChoice::Auto => HugePages::Auto,
+                HugePagesChoice::Require => HugePages::Require,
+            },
+            prefault: true,
+        })
+        .map_err(|error| StartError::Pool(error.to_string()))?;
+        Ok(Self { config, tls, incarnation, memory, directory: None })
     }
-    let mut ids: Vec<u32> = spec.groups.iter().map(|group| group.group_id).collect();
-    ids.sort_unstable();
-    match ids.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(NamespaceError::LayoutConflict { name: spec.name.clone(), group_id: pair[0] }),
-        None => Ok(()),
+
+    fn start(mut self) -> Result<Node, StartError> {
+        let target = match self.config.directory.clone() {
+            DirectoryChoice::Remote(address) => address,
+            DirectoryChoice::Embedded(listen) => {
+                let server = DirectoryServer::start(DirectoryConfig {
+                    cluster: self.config.cluster.clone(),
+                    security: self.config.security.clone(),
+                    peer_timeout: self.config.peer_timeout,
+                    ..DirectoryConfig::new(listen)
+                })?;
+                let address = server.local_addr();
+                self.directory = Some(server);
+                address.to_string()
+            }
+        };
+        let runtime = runtime("kvf-control")?;
+        let tokens = Arc::new(TokenStore::new());
+        let tcp = self.tcp_server(&tokens)?;
+        let shm = self.shm_server()?;
+        let (commands, inbox) = channel();
+        let handler = Arc::new(RankHandler::new(self.offer(&tcp, &shm, tokens)?, commands.clone()));
+        let endpoint = {
+            let _guard = runtime.enter();
+            Endpoint::bind(EndpointConfig::new(self.tls.clone()), self.config.listen, handler.clone())
+                .map_err(|error| self.listen_error(error.to_string()))?
+        };
+        let shared = Arc::new(Shared::new(
+            self.incarnation.get(),
+            commands.clone(),
+            self.config.ns_secret.clone(),
+            self.config.pool_bytes,
+        ));
+        let identity = self.identity(&endpoint, &tcp, &shm)?;
+        let control = Control::new(
+            runtime.handle().clone(),
+            commands.clone(),
+            self.asker(&endpoint, &identity, commands.clone()),
+            EngineKey::of(&self.config.engine),
+        );
+        let (started, result) = channel();
+        let starting =
+            Starting { reply: started, begun: Instant::now(), timeout: self.config.start_timeout };
+        let membership = Membership::new(
+            target.clone(),
+            self.config.name.clone(),
+            self.config.peer_timeout,
+            starting,
+        );
+        let driver = self.driver(&shared, inbox, &commands, control, identity, membership)?;
+        let core = std::thread::Builder::new()
+            .name("kvf-core".into())
+            .spawn(move || driver.run())
+            .map_err(|source| StartError::System { what: "cannot start the core thread".into(), source })?;
+        let (stop, stopping) = watch::channel(false);
+        let link = LinkTask {
+            endpoint: endpoint.clone(),
+            target: target.clone(),
+            handler,
+            core: commands,
+            seed: self.incarnation.get(),
+            stop: stopping,
+        };
+        runtime.spawn(link.run());
+        let mut node = Node {
+            name: self.config.name.clone(),
+            incarnation: self.incarnation,
+            shared,
+            core: Some(core),
+            stop,
+            endpoint,
+            metrics: None,
+            runtime: Some(runtime),
+            _tcp: tcp,
+            _shm: shm,
+            _memory: self.memory.clone(),
+            directory: self.directory.take(),
+        };
+        // From here on dropping the node undoes everything.
+        let patience = self.config.start_timeout + CORE_ANSWER_MAX;
+        match result.recv_timeout(patience) {
+            Ok(joined) => joined?,
+            Err(_) => {
+                return Err(StartError::DirectoryUnreachable {
+                    address: target,
+                    reason: "no answer in time".into(),
+                })
+            }
+        }
+        node.metrics = self.metrics(&node)?;
+        Ok(node)
+    }
+
+    fn listen_error(&self, reason: String) -> StartError {
+        StartError::Listen { address: self.config.listen.to_string(), reason }
+    }
+
+    fn offers(&self, kind: TransportKind) -> bool {
+        self.config.transport == TransportChoice::Auto || self.config.transport == TransportChoice::Only(kind)
+    }
+
+    fn data_tls(&self) -> bool {
+        self.config
+            .data_tls
+            .unwrap_or(!self.config.listen.ip().is_loopback() && self.tls.authenticates())
+    }
+
+    fn tcp_server(&self, tokens: &Arc<TokenStore>) -> Result<Option<TcpServer>, StartError> {
+        if !self.offers(TransportKind::Tcp) {
+            return Ok(None);
+        }
+        let mut options = ServerOptions::default();
+        options.threads = self.config.lanes;
+        options.tls = self.data_tls().then(|| self.tls.data_server_config());
+        let memory = self.memory.clone();
+        TcpServer::start(self.config.listen, memory, tokens.clone(), self.incarnation.get(), options)
+            .map(Some)
+            .map_err(|error| match error {
+                ServeError::AddressInUse(address) => StartError::Listen {
+                    address: address.to_string(),
+                    reason: "the TCP port is in use; choose another --listen, or port 0 for a free one".into(),
+                },
+                other => self.listen_error(other.to_string()),
+            })
+    }
+
+    fn shm_server(&self) -> Result<Option<ShmServer>, StartError> {
+        if !self.offers(TransportKind::Shm) {
+            return Ok(None);
+        }
+        let dir = socket_dir(self.config.socket_dir.as_deref())?;
+        ShmServer::start_in(&dir, self.memory.clone(), self.incarnation.get())
+            .map(Some)
+            .map_err(|error| StartError::System { what: error.to_string(), source: std::io::Error::other("shm") })
+    }
+
+    /// The host that peers use for an address of ours.
+    fn advertised(&self, address: SocketAddr) -> String {
+        match &self.config.advertise {
+            Some(host) if host.contains(':') && !host.starts_with('[') => format!("[{host}]:{}", address.port()),
+            Some(host) => format!("{host}:{}", address.port()),
+            None => address.to_string(),
+        }
+    }
+
+    fn address(&self, text: String) -> Result<Address<'static>, StartError> {
+        Address::new(text.clone()).ok_or_else(|| {
+            StartError::Config(ConfigError::BadValue {
+                name: "advertise",
+                value: text,
+                reason: format!("must have 1 to {} bytes", limits::ADDRESS_BYTES_MAX),
+            })
+        })
+    }
+
+    fn name(name: &'static str, text: &str) -> Result<Name<'static>, StartError> {
+        Name::new(text.to_owned()).ok_or_else(|| {
+            StartError::Config(ConfigError::BadValue {
+                name,
+                value: text.chars().take(64).collect(),
+                reason: format!("must have 1 to {} bytes", limits::NAME_BYTES_MAX),
+            })
+        })
+    }
+
+    fn offer(
+        &self,
+        tcp: &Option<TcpServer>,
+        shm: &Option<ShmServer>,
+        tokens: Arc<TokenStore>,
+    ) -> Result<Offer, StartError> {
+        Ok(Offer {
+            cluster: Self::name("cluster", &self.config.cluster)?,
+            name: Self::name("name", &self.config.name)?,
+            incarnation: self.incarnation,
+            unix: shm.as_ref().map(|shm| self.address(shm.path().display().to_string())).transpose()?,
+            tcp: tcp.as_ref().map(|tcp| self.address(self.advertised(tcp.local_addr()))).transpose()?,
+            tokens,
+        })
+    }
+
+    fn identity(
+        &self,
+        endpoint: &Endpoint,
+        tcp: &Option<TcpServer>,
+        shm: &Option<ShmServer>,
+    ) -> Result<AnnouncerConfig, StartError> {
+        let list = |addresses: Vec<Address<'static>>| AddressList::new(addresses).unwrap_or_default();
+        let control = self.address(self.advertised(endpoint.local_addr()))?;
+        let tcp = tcp.as_ref().map(|tcp| self.address(self.advertised(tcp.local_addr()))).transpose()?;
+        let unix = shm.as_ref().map(|shm| self.address(shm.path().display().to_string())).transpose()?;
+        Ok(AnnouncerConfig {
+            cluster: Self::name("cluster", &self.config.cluster)?,
+            name: Self::name("name", &self.config.name)?,
+            engine: Self::name("engine", &self.config.engine)?,
+            incarnation: self.incarnation,
+            advertised: Advertised {
+                control: list(vec![control]),
+                tcp: list(tcp.into_iter().collect()),
+                unix: list(unix.into_iter().collect()),
+                nics: AddressList::default(),
+            },
+        })
+    }
+
+    fn asker(&self, endpoint: &Endpoint, identity: &AnnouncerConfig, core: Sender<Command>) -> Asker {
+        let connections = ProviderOptions::default().connections_per_peer;
+        Asker {
+            endpoint: endpoint.clone(),
+            cluster: identity.cluster.clone(),
+            name: identity.name.clone(),
+            incarnation: self.incarnation,
+            choice: self.config.transport,
+            tcp_connections: u8::try_from(connections).unwrap_or(1),
+            core,
+        }
+    }
+
+    fn lanes(&self, core: &Sender<Command>) -> Result<Vec<Lane>, StartError> {
+        let system = |what: &str| {
+            let what = what.to_owned();
+            move |source: std::io::Error| StartError::System { what, source }
+        };
+        let mut lanes = Vec::new();
+        // A rank's own pool is read over shm, whatever the transport to peers.
+        for index in 0..self.config.lanes {
+            let mut provider = ShmProvider::new().map_err(system("cannot start the shm provider"))?;
+            provider.add_local(OWN_POOL, self.memory.clone());
+            let lane = Lane::start(TransportKind::Shm, index, Box::new(provider), core.clone());
+            lanes.push(lane.map_err(system("cannot start a data thread"))?);
+        }
+        if self.offers(TransportKind::Tcp) {
+            for index in 0..self.config.lanes {
+                let mut options = ProviderOptions::default();
+                options.tls = self
+                    .data_tls()
+                    .then(|| TlsClient { config: self.tls.data_client_config(), server_name: None });
+                let provider = TcpProvider::new(options).map_err(|error| StartError::System {
+                    what: error.to_string(),
+                    source: std::io::Error::other("tcp"),
+                })?;
+                let lane = Lane::start(TransportKind::Tcp, index, Box::new(provider), core.clone());
+                lanes.push(lane.map_err(system("cannot start a data thread"))?);
+            }
+        }
+        Ok(lanes)
+    }
+
+    fn driver(
+        &self,
+        shared: &Arc<Shared>,
+        inbox: std::sync::mpsc::Receiver<Command>,
+        commands: &Sender<Command>,
+        control: Control,
+        identity: AnnouncerConfig,
+        membership: Membership,
+    ) -> Result<Driver, StartError> {
+        let mut rank = RankConfig::new(self.incarnation, self.config.pool_bytes);
+        rank.owner.extent_bytes = self.config.extent_bytes;
+        rank.owner.slots_max = word_slots(self.config.pool_bytes);
+        rank.load.verify = self.config.verify.map_or_else(VerifyPolicy::default, VerifyPolicy::all);
+        let checksums = rank.owner.checksums;
+        let rank = Rank::new(rank).map_err(|error| StartError::Pool(error.to_string()))?;
+        let filler = Filler::start(self.config.lanes, &self.memory, commands)
+            .map_err(|source| StartError::System { what: "cannot start a fill thread".into(), source })?;
+        Ok(Driver {
+            shared: shared.clone(),
+            inbox,
+            started: Instant::now(),
+            rank,
+            announcer: Announcer::new(identity),
+            memory: self.memory.clone(),
+            filler,
+            routes: Routes::new(self.lanes(commands)?),
+            control,
+            jobs: Jobs::default(),
+            reads: Reads::default(),
+            closing: None,
+            checksums,
+            membership,
+            pool_bytes: self.config.pool_bytes,
+        })
+    }
+
+    fn metrics(&self, node: &Node) -> Result<Option<crate::metrics::MetricsServer>, StartError> {
+        let (Some(address), Some(runtime)) = (self.config.metrics_listen, &node.runtime) else { return Ok(None) };
+        let shared = node.shared.clone();
+        let server = crate::metrics::MetricsServer::start(runtime.handle(), address, move || {
+            let (reply, answer) = sync_channel(1);
+            let stats = if shared.send(Command::Stats { reply }) {
+                answer.recv_timeout(CORE_ANSWER_MAX).unwrap_or_default()
+            } else {
+                NodeStats::default()
+            };
+            crate::metrics::node_text(&stats)
+        })?;
+        Ok(Some(server))
     }
 }
 
+/// Words for a pool: as many as it could hold objects of 512 bytes, and room for extents that change hands. The table is
+/// sparse: unused words cost nothing.
+fn word_slots(pool_bytes: u64) -> u32 {
+    const OBJECT_BYTES: u64 = 512;
+    const SLOTS_MIN: u64 = 1 << 20;
+    let slots = (pool_bytes / OBJECT_BYTES).clamp(SLOTS_MIN, u64::from(limits::SLOTS_MAX));
+    u32::try_from(slots).unwrap_or(limits::SLOTS_MAX)
+}

@@ -1,7 +1,6 @@
 //! Connecting to a peer: ask the directory who it is, say HELLO, choose the transport.
 
 use std::sync::mpsc::Sender;
-use std::time::Duration;
 
 use kvfabric_core::limits::CONNECT_TIMEOUT;
 use kvfabric_core::load::PeerFailure;
@@ -13,7 +12,7 @@ use kvfabric_transport_api::PeerTarget;
 use kvfabric_transport_control::{Connection, Endpoint};
 
 use crate::command::Command;
-use crate::session::{request, Session};
+use crate::session::request;
 use crate::TransportChoice;
 
 /// What HELLO found out about a peer.
@@ -39,9 +38,9 @@ pub(crate) struct Asker {
 
 impl Asker {
     /// Finds and greets the peer; the result goes to the core thread, at most [`CONNECT_TIMEOUT`] later.
-    pub(crate) async fn greet(self, session: Option<Session>, rank: RankId, incarnation: Incarnation) {
+    pub(crate) async fn greet(self, directory: Option<Connection>, rank: RankId, incarnation: Incarnation) {
         let core = self.core.clone();
-        let greeting = self.try_greet(session, rank, incarnation);
+        let greeting = self.try_greet(directory, rank, incarnation);
         let result = match tokio::time::timeout(CONNECT_TIMEOUT, greeting).await {
             Ok(result) => result,
             Err(_) => Err((PeerFailure::Unreachable, "no answer in time".to_owned())),
@@ -51,15 +50,15 @@ impl Asker {
 
     async fn try_greet(
         self,
-        session: Option<Session>,
+        directory: Option<Connection>,
         rank: RankId,
         incarnation: Incarnation,
     ) -> Result<Greeted, (PeerFailure, String)> {
         let unreachable = |reason: String| (PeerFailure::Unreachable, reason);
-        let session = session.ok_or_else(|| unreachable("not connected to the directory".into()))?;
+        let directory = directory.ok_or_else(|| unreachable("not connected to the directory".into()))?;
         let member = kvfabric_core::wire::Member { rank, incarnation };
         let reply =
-            request(&session.connection, &Request::Who(Who { member }), CONNECT_TIMEOUT).await.map_err(unreachable)?;
+            request(&directory, &Request::Who(Who { member }), CONNECT_TIMEOUT).await.map_err(unreachable)?;
         let info = match decode_reply(&reply) {
             Ok(Reply::Who(WhoReply::Known(info))) => info,
             Ok(Reply::Who(WhoReply::Unknown)) => {
