@@ -12,6 +12,8 @@ pub mod limits;
 pub mod load;
 pub mod owner;
 pub mod rank;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod types;
 pub mod umbp;
 pub mod wire;
