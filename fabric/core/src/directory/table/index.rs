@@ -247,8 +247,7 @@ impl Index {
             return Err(IndexFull::Collisions);
         };
         let (slots_before, homes_before) = (segment.slots.len(), segment.homes);
-        let slots_max =
-            slots_before.saturating_add(usize::try_from(bytes_left / 8).unwrap_or(usize::MAX));
+        let slots_max = slots_before.saturating_add(usize::try_from(bytes_left / 8).unwrap_or(usize::MAX));
         let mut homes = if segment.is_full() { Segment::grown(segment.homes) } else { segment.homes };
         let added = loop {
             if homes != segment.homes {
