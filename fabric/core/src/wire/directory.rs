@@ -321,7 +321,8 @@ pub struct ReplicaRecord {
 
 impl FixedRecord for RankRecord {
     const BYTES: usize = 16;
-    const COUNT_MAX: usize = RANKS_MAX;
+    // A rank may be named twice, while it announces anew.
+    const COUNT_MAX: usize = 2 * RANKS_MAX;
     const VALIDATED: bool = true;
 
     fn write(&self, out: &mut Vec<u8>) {
@@ -373,7 +374,7 @@ impl<'a> LocateReply<'a> {
         }
     }
 
-    /// Adds a rank and returns its index. Called at most [`RANKS_MAX`] times.
+    /// Adds a rank and returns its index. Called at most twice for each of [`RANKS_MAX`].
     pub fn push_rank(&mut self, rank: RankRecord) -> u16 {
         self.ranks.push(rank);
         u16::try_from(self.ranks.len() - 1).unwrap_or(u16::MAX)
@@ -641,10 +642,10 @@ pub struct Stats {
 const _: () = {
     assert!(LOOKUP_KEYS_MAX * 2 <= REPLICAS_PER_MESSAGE_MAX);
     assert!(
-        REPLICAS_PER_MESSAGE_MAX * ReplicaRecord::BYTES + RANKS_MAX * RankRecord::BYTES + LOOKUP_KEYS_MAX
+        REPLICAS_PER_MESSAGE_MAX * ReplicaRecord::BYTES + 2 * RANKS_MAX * RankRecord::BYTES + LOOKUP_KEYS_MAX
             < FRAME_BYTES_MAX - 1024
     );
     assert!(MISS_REPORTS_MAX * MissRecord::BYTES < FRAME_BYTES_MAX - 1024);
     assert!(PUBLISH_OPS_MAX * PublishOp::BYTES < FRAME_BYTES_MAX - 1024);
-    assert!(RANKS_MAX <= u16::MAX as usize);
+    assert!(2 * RANKS_MAX < u16::MAX as usize);
 };
