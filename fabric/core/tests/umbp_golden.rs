@@ -1,4 +1,6 @@
 //! Every vector of `golden/umbp_v033.json`, which `scripts/golden/umbp_vectors.py` wrote from vLLM 0.33.0's own code.
+// The lints' exception for tests does not reach helpers outside of test functions.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -36,3 +36,6 @@ pub use plan::{BatchError, BlockLoadBatch, BlockStoreBatch, BlockTransferPlan, K
 pub use planner::{KVLayoutPlanner, RegisteredTensor};
 pub use request::{LoadSpec, RequestTracker, TrackerError};
 pub use topology::{ParallelSizes, RankNamespace, RankTopology, TopologyError, TopologyRanks};
+
+#[cfg(test)]
+mod tests;
