@@ -38,33 +38,111 @@ pub(crate) struct LoadBlockInput {
 
 pub(crate) enum Command {
     // From the facade.
-    OpenNamespace { name: NsName, reply: SyncSender<NsId> },
-    Store { job: Arc<JobState>, ns: NsId, first_put: PutId, blocks: Vec<StoreBlockInput>, until: Instant },
-    Load { job: Arc<JobState>, ns: NsId, blocks: Vec<LoadBlockInput>, until: Instant },
-    Cancel { job: u64 },
-    Evict { fingerprints: Vec<Fingerprint>, reply: SyncSender<usize> },
-    TakeEvicted { reply: SyncSender<Vec<Box<[u8]>>> },
-    Flush { within: Duration, reply: SyncSender<bool> },
-    Clear { ns: NsId, within: Duration, reply: SyncSender<bool> },
-    Uses { start: u64, length_bytes: u64, reply: SyncSender<bool> },
-    Routes { reply: SyncSender<Vec<PeerRoute>> },
-    Stats { reply: SyncSender<NodeStats> },
+    OpenNamespace {
+        name: NsName,
+        reply: SyncSender<NsId>,
+    },
+    Store {
+        job: Arc<JobState>,
+        ns: NsId,
+        first_put: PutId,
+        blocks: Vec<StoreBlockInput>,
+        until: Instant,
+    },
+    Load {
+        job: Arc<JobState>,
+        ns: NsId,
+        blocks: Vec<LoadBlockInput>,
+        until: Instant,
+    },
+    Cancel {
+        job: u64,
+    },
+    Evict {
+        fingerprints: Vec<Fingerprint>,
+        reply: SyncSender<usize>,
+    },
+    TakeEvicted {
+        reply: SyncSender<Vec<Box<[u8]>>>,
+    },
+    Flush {
+        within: Duration,
+        reply: SyncSender<bool>,
+    },
+    Clear {
+        ns: NsId,
+        within: Duration,
+        reply: SyncSender<bool>,
+    },
+    Uses {
+        start: u64,
+        length_bytes: u64,
+        reply: SyncSender<bool>,
+    },
+    Routes {
+        reply: SyncSender<Vec<PeerRoute>>,
+    },
+    Stats {
+        reply: SyncSender<NodeStats>,
+    },
     /// Ends every job by force and then the thread.
-    Close { drain: Duration },
+    Close {
+        drain: Duration,
+    },
     // From lanes and fill threads.
-    Lane { kind: TransportKind, events: Vec<Event> },
-    Filled { put: PutId, result: Result<u64, FillError> },
-    Extent { extent: u32, ok: bool },
+    Lane {
+        kind: TransportKind,
+        events: Vec<Event>,
+    },
+    Filled {
+        put: PutId,
+        result: Result<u64, FillError>,
+    },
+    Extent {
+        extent: u32,
+        ok: bool,
+    },
     // From the control plane.
-    LinkUp { connection: Connection },
-    LinkDown { connection: ConnectionId, why: String },
-    LinkFailed { reason: String },
-    Reply { link: LinkId, tag: RequestTag, frame: Bytes },
-    LivenessOpened { link: LinkId, result: Result<LivenessClient, String> },
-    LivenessLost { link: LinkId, why: String },
-    Greeted { rank: RankId, incarnation: Incarnation, result: Result<Greeted, (PeerFailure, String)> },
-    Located { locate: LocateId, result: Result<Vec<Replicas>, ()> },
-    MissReported { reports: Vec<ReportId> },
-    ClearRank { clear: ClearRank, responder: Responder },
-    Touched { entries: Vec<(SlotId, Generation)> },
+    LinkUp {
+        connection: Connection,
+    },
+    LinkDown {
+        connection: ConnectionId,
+        why: String,
+    },
+    LinkFailed {
+        reason: String,
+    },
+    Reply {
+        link: LinkId,
+        tag: RequestTag,
+        frame: Bytes,
+    },
+    LivenessOpened {
+        link: LinkId,
+        result: Result<LivenessClient, String>,
+    },
+    LivenessLost {
+        link: LinkId,
+        why: String,
+    },
+    Greeted {
+        rank: RankId,
+        incarnation: Incarnation,
+        result: Result<Greeted, (PeerFailure, String)>,
+    },
+    Located {
+        locate: LocateId,
+        result: Result<Vec<Replicas>, ()>,
+    },
+    MissReported {
+        reports: Vec<ReportId>,
+    },
+    ClearRank {
+        clear: ClearRank,
+        responder: Responder,
+    },
+    Touched {
+        entries: Vec<(SlotId, Generation)>,
+    },
 }

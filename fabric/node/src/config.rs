@@ -341,7 +341,9 @@ impl Settings {
     /// Those of the layers.
     pub fn layered(flags: Self, config_file: Option<&Path>) -> Result<Self, ConfigError> {
         let environment = Self::from_environment()?;
-        let named = config_file.map(Path::to_path_buf).or_else(|| std::env::var_os("KVFABRIC_CONFIG").map(Into::into));
+        let named = config_file
+            .map(Path::to_path_buf)
+            .or_else(|| std::env::var_os("KVFABRIC_CONFIG").map(Into::into));
         let file = named.map(|path| Self::from_file(&path)).transpose()?.unwrap_or_default();
         Ok(flags.over(environment).over(file))
     }
@@ -497,7 +499,8 @@ fn check_name(name: &'static str, value: &str) -> Result<(), ConfigError> {
 /// # Errors
 /// [`ConfigError::BadValue`].
 pub fn parse_address(name: &'static str, text: &str) -> Result<SocketAddr, ConfigError> {
-    let literal = text.strip_prefix("localhost:").map_or_else(|| text.to_owned(), |port| format!("127.0.0.1:{port}"));
+    let literal =
+        text.strip_prefix("localhost:").map_or_else(|| text.to_owned(), |port| format!("127.0.0.1:{port}"));
     literal.parse().map_err(|_| ConfigError::BadValue {
         name,
         value: text.into(),
@@ -525,7 +528,11 @@ pub fn parse_transport(text: &str) -> Result<TransportChoice, ConfigError> {
 fn parse_choice<T: Copy>(name: &'static str, text: &str, choices: &[(&str, T)]) -> Result<T, ConfigError> {
     choices.iter().find(|(known, _)| *known == text).map(|(_, value)| *value).ok_or_else(|| {
         let known: Vec<&str> = choices.iter().map(|(known, _)| *known).collect();
-        ConfigError::BadValue { name, value: text.into(), reason: format!("must be one of {}", known.join(", ")) }
+        ConfigError::BadValue {
+            name,
+            value: text.into(),
+            reason: format!("must be one of {}", known.join(", ")),
+        }
     })
 }
 
@@ -575,7 +582,8 @@ mod tests {
     #[test]
     fn environment_is_read_and_unknown_names_are_errors() {
         let settings =
-            Settings::from_pairs(pairs(&[("KVFABRIC_NAME", "a"), ("KVFABRIC_LANES", "2"), ("HOME", "x")])).unwrap();
+            Settings::from_pairs(pairs(&[("KVFABRIC_NAME", "a"), ("KVFABRIC_LANES", "2"), ("HOME", "x")]))
+                .unwrap();
         assert_eq!((settings.name.as_deref(), settings.lanes), (Some("a"), Some(2)));
         let error = Settings::from_pairs(pairs(&[("KVFABRIC_NAMES", "a")])).unwrap_err();
         assert!(error.to_string().contains("KVFABRIC_NAMES"));
@@ -585,8 +593,7 @@ mod tests {
     #[test]
     fn layers_override_each_other() {
         let upper = Settings { name: Some("flag".into()), ..Settings::default() };
-        let lower =
-            Settings { name: Some("file".into()), cluster: Some("c".into()), ..Settings::default() };
+        let lower = Settings { name: Some("file".into()), cluster: Some("c".into()), ..Settings::default() };
         let merged = upper.over(lower);
         assert_eq!((merged.name.as_deref(), merged.cluster.as_deref()), (Some("flag"), Some("c")));
     }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvfabric_core::load::{LocateId, MissReason, ReportId};
 use kvfabric_core::wire::{
-    decode_reply, encode_request, EngineKey, Locate, Member, MissRecord, MissReports, NsNumber, Query, Records, Reply,
-    Request, Touch,
+    decode_reply, encode_request, EngineKey, Locate, Member, MissRecord, MissReports, NsNumber, Query,
+    Records, Reply, Request, Touch,
 };
 use kvfabric_core::{Fingerprint, Generation, Incarnation, RankId, SlotId};
 use kvfabric_transport_control::{Connection, Responder};
@@ -143,7 +143,12 @@ impl Control {
         }
     }
 
-    pub(crate) fn touch(&self, connection: &Connection, incarnation: Incarnation, entries: &[(SlotId, Generation)]) {
+    pub(crate) fn touch(
+        &self,
+        connection: &Connection,
+        incarnation: Incarnation,
+        entries: &[(SlotId, Generation)],
+    ) {
         let mut records = Records::with_capacity(entries.len());
         entries.iter().for_each(|entry| records.push(*entry));
         let mut frame = Vec::new();

@@ -12,11 +12,11 @@ use kvfabric_core::directory::{
 };
 use kvfabric_core::limits::CLEAR_TIMEOUT;
 use kvfabric_core::wire::{
-    decode_reply, decode_request, Attach, ClearAck, ClearRank, ClearReply, JoinReply, Member, Ping, Refusal, Reply,
-    Request, Stats,
+    decode_reply, decode_request, Attach, ClearAck, ClearRank, ClearReply, JoinReply, Member, Ping, Refusal,
+    Reply, Request, Stats,
 };
 use kvfabric_core::{NsEpoch, RankId, Time};
-use kvfabric_transport_control::liveness::{LivenessEvent, LivenessId, LivenessServer, ServerConfig};
+use kvfabric_transport_control::liveness::{LivenessEvent, LivenessId, LivenessServer, ServerConfig, Ticket};
 use kvfabric_transport_control::{
     CloseReason, Connection, Endpoint, EndpointConfig, Handler, Responder, Tls,
 };
@@ -74,8 +74,8 @@ impl DirectoryServer {
     /// # Errors
     /// [`StartError`]: port in use, certificates, development certificates beyond loopback.
     pub fn start(config: DirectoryConfig) -> Result<Self, StartError> {
-        let tls =
-            Tls::load(&security(&config.security)).map_err(|error| StartError::Security(error.to_string()))?;
+        let tls = Tls::load(&security(&config.security))
+            .map_err(|error| StartError::Security(error.to_string()))?;
         let runtime = runtime("kvf-directory")?;
         let session = random_u64()?;
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
@@ -83,7 +83,7 @@ impl DirectoryServer {
             cluster: config.cluster.clone().into_boxed_str(),
             session,
             epoch_base: NsEpoch(u32::try_from(epoch).unwrap_or(u32::MAX / 2)),
-            table: TableConfig::new(random_u64()?, config.table_bytes_max),
+            table: TableConfig { seed: [random_u64()?, random_u64()?], bytes_max: config.table_bytes_max },
             peer_timeout: CORE_SILENCE_LIMIT,
         });
         let state = Arc::new(State {
@@ -275,12 +275,13 @@ impl State {
             }
             LivenessEvent::Missed(id) => {
                 self.answering.lock().insert(id, false);
-                self.with_service(|service, now| service.handle_silent(now, liveness_name(id)));
+                self.with_service(|service, _| service.handle_silent(liveness_name(id)));
             }
             LivenessEvent::Answering(id) => {
                 self.answering.lock().insert(id, true);
-                let _ = self
-                    .with_service(|service, now| service.handle_ping(now, liveness_name(id), Ping { load: 0 }));
+                let _ = self.with_service(|service, now| {
+                    service.handle_ping(now, liveness_name(id), Ping { load: 0 })
+                });
             }
             LivenessEvent::Closed(id, why) => {
                 tracing::debug!(%id, ?why, "liveness connection closed");
@@ -314,28 +315,29 @@ impl State {
         let Some(liveness) = self.liveness.get().and_then(Weak::upgrade) else {
             return Some(Reply::Refused(Refusal::Overloaded));
         };
-        let (token, issued) = match (random_u64(), liveness.issue()) {
-            (Ok(token), Ok(issued)) => (token, issued),
-            (token, issued) => {
-                tracing::error!(?token, ?issued, "cannot admit a rank");
+        let issued = random_u64().map_err(|error| error.to_string()).and_then(|token| {
+            match liveness.issue_ticket(Ticket::from_number(token)) {
+                Ok(id) => Ok((token, id)),
+                Err(error) => Err(error.to_string()),
+            }
+        });
+        let (token, id) = match issued {
+            Ok(issued) => issued,
+            Err(error) => {
+                tracing::error!(%error, "cannot admit a rank");
                 return Some(Reply::Refused(Refusal::Overloaded));
             }
         };
-        let reply = self
-            .with_service(|service, now| service.handle_join(now, control_name(connection), token, join));
-        let (id, ticket) = issued;
-        Some(Reply::Joined(match reply {
-            JoinReply::Joined(mut joined) => {
+        let reply =
+            self.with_service(|service, now| service.handle_join(now, control_name(connection), token, join));
+        match reply {
+            JoinReply::Joined(joined) => {
                 let member = Member { rank: joined.rank, incarnation: join.incarnation };
                 self.tickets.lock().insert(id, (member, token));
-                joined.liveness_ticket = ticket.to_bytes();
-                JoinReply::Joined(joined)
             }
-            refused => {
-                liveness.disconnect(id);
-                refused
-            }
-        }))
+            _ => liveness.disconnect(id),
+        }
+        Some(Reply::Joined(reply))
     }
 }
 

@@ -22,9 +22,9 @@ use crate::filler::{FillTask, Filler};
 use crate::job::JobState;
 use crate::jobs::Jobs;
 use crate::membership::Membership;
-use crate::node::Shared;
 use crate::reads::Reads;
 use crate::routes::Routes;
+use crate::shared::Shared;
 use crate::{BlockError, BlockOk, NodeStats};
 
 /// Commands taken before actions are carried out: enough to batch, few enough that O1 and completions are not kept waiting.
@@ -122,7 +122,9 @@ impl Driver {
                 }
             }
             Command::Filled { put, result } => self.rank.handle_filled(now, put, result),
-            Command::Extent { extent, ok } => self.rank.handle_extent(now, extent, if ok { Ok(()) } else { Err(()) }),
+            Command::Extent { extent, ok } => {
+                self.rank.handle_extent(now, extent, if ok { Ok(()) } else { Err(()) })
+            }
             Command::Touched { entries } => self.rank.handle_touch(now, &entries),
             Command::Located { locate, result } => {
                 let result = result.map_err(|()| kvfabric_core::load::DirectoryUnavailable);
@@ -252,7 +254,9 @@ impl Driver {
                 }
             }
             Event::ConnectFailed { peer, error } => {
-                if let Some((rank, incarnation, failure)) = self.routes.handle_connect_failed(peer, kind, &error) {
+                if let Some((rank, incarnation, failure)) =
+                    self.routes.handle_connect_failed(peer, kind, &error)
+                {
                     self.rank.handle_peer_failed(now, rank, incarnation, failure);
                 }
             }
@@ -329,7 +333,9 @@ impl Driver {
                 };
                 match self.memory.publish(slot.0, raw) {
                     Ok(true) => {}
-                    Ok(false) => tracing::error!(slot = slot.0, "the word of a filled slot has another generation"),
+                    Ok(false) => {
+                        tracing::error!(slot = slot.0, "the word of a filled slot has another generation")
+                    }
                     Err(error) => tracing::error!(slot = slot.0, %error, "cannot publish a word"),
                 }
             }
@@ -425,10 +431,8 @@ impl Driver {
             }
             LoadAction::BlockDone { load, block, outcome } => {
                 let own = self.rank.number();
-                let outcome = outcome.map(|used| BlockOk::Loaded {
-                    transport: used.transport,
-                    local: used.rank == own,
-                });
+                let outcome = outcome
+                    .map(|used| BlockOk::Loaded { transport: used.transport, local: used.rank == own });
                 if let Err(error) = &outcome {
                     self.log_failed_block(load, block, *error);
                 }
@@ -455,16 +459,16 @@ impl Driver {
             stores_ok: owner.stored,
             stores_resident: owner.already_resident,
             stores_failed: owner.failed,
-            bytes_stored: owner.stored_bytes,
+            bytes_stored: self.jobs.bytes_stored(),
             loads_ok: load.blocks_ok,
             loads_missed: missed,
             loads_stale: stale,
             loads_failed: load.failed.total().saturating_sub(missed + stale),
-            bytes_loaded: load.shm.bytes + load.tcp.bytes + load.rdma.bytes,
-            bytes_loaded_shm: load.shm.bytes,
-            bytes_loaded_tcp: load.tcp.bytes,
-            bytes_loaded_rdma: load.rdma.bytes,
-            stale_reads: load.stale,
+            bytes_loaded: load.bytes_ok,
+            bytes_loaded_shm: load.transport(TransportKind::Shm).bytes,
+            bytes_loaded_tcp: load.transport(TransportKind::Tcp).bytes,
+            bytes_loaded_rdma: load.transport(TransportKind::Rdma).bytes,
+            stale_reads: load.stale_words,
             tag_mismatches: load.tag_mismatches,
             checksum_mismatches: load.checksum_mismatches,
             incarnation_mismatches: load.incarnation_mismatches,

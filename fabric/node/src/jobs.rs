@@ -27,6 +27,7 @@ struct StoreEntry {
 struct PutEntry {
     job: Arc<JobState>,
     index: usize,
+    bytes: u64,
     source: Option<ScatterList>,
     stop: Arc<AtomicBool>,
 }
@@ -38,6 +39,7 @@ pub(crate) struct Jobs {
     loads: HashMap<u64, LoadEntry>,
     stores: HashMap<u64, StoreEntry>,
     puts: HashMap<PutId, PutEntry>,
+    bytes_stored: u64,
 }
 
 fn spans_of(list: &ScatterList) -> Vec<Span> {
@@ -100,6 +102,7 @@ impl Jobs {
         let entry = PutEntry {
             job: job.clone(),
             index,
+            bytes: source.total_bytes(),
             source: Some(source),
             stop: Arc::new(AtomicBool::new(false)),
         };
@@ -121,6 +124,9 @@ impl Jobs {
 
     pub(crate) fn put_done(&mut self, put: PutId, outcome: Result<Stored, PutError>) {
         if let Some(entry) = self.puts.remove(&put) {
+            if outcome == Ok(Stored::Filled) {
+                self.bytes_stored += entry.bytes;
+            }
             entry.job.set(
                 entry.index,
                 match outcome {
@@ -150,6 +156,11 @@ impl Jobs {
 
     pub(crate) fn ids(&self) -> Vec<u64> {
         self.loads.keys().chain(self.stores.keys()).copied().collect()
+    }
+
+    /// Bytes copied into the pool so far.
+    pub(crate) fn bytes_stored(&self) -> u64 {
+        self.bytes_stored
     }
 
     pub(crate) fn len(&self) -> usize {

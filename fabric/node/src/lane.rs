@@ -57,9 +57,8 @@ impl Lane {
             backlog: VecDeque::new(),
             events: Vec::new(),
         };
-        let thread = std::thread::Builder::new()
-            .name(format!("kvf-{kind}-{index}"))
-            .spawn(move || worker.run())?;
+        let thread =
+            std::thread::Builder::new().name(format!("kvf-{kind}-{index}")).spawn(move || worker.run())?;
         Ok(Self { kind, commands, waker, stop, thread: Some(thread) })
     }
 

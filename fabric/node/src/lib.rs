@@ -28,9 +28,9 @@ mod system;
 mod types;
 
 pub use config::*;
+pub use directory::{DirectoryServer, DirectoryStats};
 pub use error::*;
 pub use job::*;
-pub use directory::{DirectoryServer, DirectoryStats};
 pub use node::Node;
 pub use shared::{LookupAnswer, Namespace};
 pub use stats::NodeStats;

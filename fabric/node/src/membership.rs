@@ -71,9 +71,10 @@ impl Membership {
 
     /// When a waiting start or opening must be looked at.
     pub(crate) fn poll_timeout(&self, now: Time) -> Option<Time> {
-        let starting = self.starting.as_ref().map(|starting| {
-            now.after(starting.timeout.saturating_sub(starting.begun.elapsed()))
-        });
+        let starting = self
+            .starting
+            .as_ref()
+            .map(|starting| now.after(starting.timeout.saturating_sub(starting.begun.elapsed())));
         self.opening.iter().map(|(_, until, _)| *until).chain(starting).min()
     }
 
@@ -133,15 +134,13 @@ impl Driver {
                 self.membership.clears.insert(clear, reply);
                 self.announcer.handle_clear(now, clear, ns, now.after(within));
             }
-            Command::ClearRank { clear, responder } => {
-                match self.announcer.handle_clear_rank(now, &clear) {
-                    Some((ns, epoch)) => {
-                        let name = self.control.begin_clear(clear.clear, responder);
-                        self.rank.handle_clear(now, name, ns, epoch);
-                    }
-                    None => acknowledge_clear(responder, clear.clear, true),
+            Command::ClearRank { clear, responder } => match self.announcer.handle_clear_rank(now, &clear) {
+                Some((ns, epoch)) => {
+                    let name = self.control.begin_clear(clear.clear, responder);
+                    self.rank.handle_clear(now, name, ns, epoch);
                 }
-            }
+                None => acknowledge_clear(responder, clear.clear, true),
+            },
             _ => {}
         }
         self.update_view();
@@ -258,8 +257,7 @@ impl Driver {
             }
             AnnouncerAction::OpenLiveness { link, attach } => self.open_liveness(link, &attach),
             AnnouncerAction::NeedSnapshot => {
-                let published: Vec<_> = self.rank.published().collect();
-                self.announcer.handle_snapshot(now, published);
+                self.announcer.handle_snapshot(now, self.rank.published());
             }
             AnnouncerAction::EpochChanged { ns, epoch } => {
                 // Nobody waits for this one: the directory has hidden the entries already.
@@ -287,7 +285,7 @@ impl Driver {
         self.rank.handle_number(Some(attach.member.rank));
         let address = connection.peer().address();
         let config = ClientConfig::for_peer_timeout(self.membership.peer_timeout);
-        let ticket = Ticket::from_bytes(attach.liveness_token);
+        let ticket = Ticket::from_number(attach.liveness_token);
         let core = self.control.core.clone();
         // Connecting blocks, for a bounded time.
         self.control.runtime.spawn_blocking(move || {
@@ -295,7 +293,8 @@ impl Driver {
             let result = LivenessClient::connect(address, ticket, config, move |why| {
                 let _ = lost.send(Command::LivenessLost { link, why: format!("liveness: {why:?}") });
             });
-            let _ = core.send(Command::LivenessOpened { link, result: result.map_err(|error| error.to_string()) });
+            let _ = core
+                .send(Command::LivenessOpened { link, result: result.map_err(|error| error.to_string()) });
         });
     }
 
@@ -308,7 +307,10 @@ impl Driver {
                     tracing::debug!("the name is still in use at the directory");
                     return;
                 }
-                refused("another live process has this name; give this rank another --name, or end that process".into())
+                refused(
+                    "another live process has this name; give this rank another --name, or end that process"
+                        .into(),
+                )
             }
             JoinError::Full => {
                 self.membership.last_failure = error.to_string();

@@ -85,7 +85,12 @@ pub(crate) fn node_text(stats: &NodeStats) -> String {
     counter(r, "stored_bytes", "Bytes copied into the pool", stats.bytes_stored);
     counter(r, "loads", "Blocks loaded and validated", stats.loads_ok);
     counter(r, "loads_missed", "Blocks that no rank had", stats.loads_missed);
-    counter(r, "loads_stale", "Blocks evicted, overwritten or of an earlier life of their owner", stats.loads_stale);
+    counter(
+        r,
+        "loads_stale",
+        "Blocks evicted, overwritten or of an earlier life of their owner",
+        stats.loads_stale,
+    );
     counter(r, "loads_failed", "Blocks that failed for another reason", stats.loads_failed);
     counter(r, "loaded_bytes", "Bytes loaded and validated", stats.bytes_loaded);
     counter(r, "loaded_bytes_shm", "Bytes loaded over shared memory", stats.bytes_loaded_shm);
@@ -94,7 +99,12 @@ pub(crate) fn node_text(stats: &NodeStats) -> String {
     counter(r, "stale_reads", "Reads whose word had another generation", stats.stale_reads);
     counter(r, "tag_mismatches", "Reads whose word carried another tag (alarm)", stats.tag_mismatches);
     counter(r, "checksum_mismatches", "Reads whose bytes did not match (alarm)", stats.checksum_mismatches);
-    counter(r, "incarnation_mismatches", "Hints of another life of their owner", stats.incarnation_mismatches);
+    counter(
+        r,
+        "incarnation_mismatches",
+        "Hints of another life of their owner",
+        stats.incarnation_mismatches,
+    );
     counter(r, "miss_reports", "Miss reports sent", stats.miss_reports);
     counter(r, "evictions", "Objects evicted to make room", stats.evictions);
     gauge(r, "pool_capacity_bytes", "Capacity of the pool", stats.pool_capacity_bytes);

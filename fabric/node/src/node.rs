@@ -28,17 +28,17 @@ use crate::filler::Filler;
 use crate::handler::{Offer, RankHandler};
 use crate::jobs::Jobs;
 use crate::lane::Lane;
+use crate::membership::{Membership, Starting};
 use crate::peers::Asker;
 use crate::reads::Reads;
 use crate::routes::{Routes, OWN_POOL};
-use crate::membership::{Membership, Starting};
 use crate::session::LinkTask;
 use crate::shared::{LookupAnswer, Namespace, Shared};
 use crate::system::{random_u64, runtime, security, socket_dir};
 use crate::{
-    BlockError, BufferError, ConfigError, DirectoryChoice, DirectoryConfig, DirectoryServer, HugePagesChoice, Job,
-    LoadItem, NamespaceError, NamespaceSpec, NodeConfig, NodeStats, PeerRoute, StartError, StoreItem, SubmitError,
-    TransportChoice,
+    BlockError, BufferError, ConfigError, DirectoryChoice, DirectoryConfig, DirectoryServer, HugePagesChoice,
+    Job, LoadItem, NamespaceError, NamespaceSpec, NodeConfig, NodeStats, PeerRoute, StartError, StoreItem,
+    SubmitError, TransportChoice,
 };
 
 /// Time that closing gives to jobs in progress: more than any transport's drain bound.
@@ -137,7 +137,12 @@ impl Node {
     ///
     /// # Errors
     /// [`SubmitError`]: nothing was begun. What is wrong with single blocks is in the job's report.
-    pub fn store(&self, ns: &Namespace, items: Vec<StoreItem>, deadline: Duration) -> Result<Job, SubmitError> {
+    pub fn store(
+        &self,
+        ns: &Namespace,
+        items: Vec<StoreItem>,
+        deadline: Duration,
+    ) -> Result<Job, SubmitError> {
         self.shared.store(ns, items, deadline)
     }
 
@@ -284,8 +289,8 @@ impl Starter {
         if let Err(error) = kvfabric_memory::raise_fd_limit() {
             tracing::warn!(%error, "cannot raise the limit of open files");
         }
-        let tls =
-            Tls::load(&security(&config.security)).map_err(|error| StartError::Security(error.to_string()))?;
+        let tls = Tls::load(&security(&config.security))
+            .map_err(|error| StartError::Security(error.to_string()))?;
         if !tls.allows(&config.name) {
             return Err(StartError::Security(format!(
                 "the certificate is for {:?}, which does not allow rank name {:?}; make one with `kvfabric certs DIR --name {}`",
@@ -353,14 +358,9 @@ impl Starter {
             EngineKey::of(&self.config.engine),
         );
         let (started, result) = channel();
-        let starting =
-            Starting { reply: started, begun: Instant::now(), timeout: self.config.start_timeout };
-        let membership = Membership::new(
-            target.clone(),
-            self.config.name.clone(),
-            self.config.peer_timeout,
-            starting,
-        );
+        let starting = Starting { reply: started, begun: Instant::now(), timeout: self.config.start_timeout };
+        let membership =
+            Membership::new(target.clone(), self.config.name.clone(), self.config.peer_timeout, starting);
         let driver = self.driver(&shared, inbox, &commands, control, identity, membership)?;
         let core = std::thread::Builder::new()
             .name("kvf-core".into())
@@ -414,9 +414,7 @@ impl Starter {
     }
 
     fn data_tls(&self) -> bool {
-        self.config
-            .data_tls
-            .unwrap_or(!self.config.listen.ip().is_loopback() && self.tls.authenticates())
+        self.config.data_tls.unwrap_or(!self.config.listen.ip().is_loopback() && self.tls.authenticates())
     }
 
     fn tcp_server(&self, tokens: &Arc<TokenStore>) -> Result<Option<TcpServer>, StartError> {
@@ -432,7 +430,8 @@ impl Starter {
             .map_err(|error| match error {
                 ServeError::AddressInUse(address) => StartError::Listen {
                     address: address.to_string(),
-                    reason: "the TCP port is in use; choose another --listen, or port 0 for a free one".into(),
+                    reason: "the TCP port is in use; choose another --listen, or port 0 for a free one"
+                        .into(),
                 },
                 other => self.listen_error(other.to_string()),
             })
@@ -443,15 +442,17 @@ impl Starter {
             return Ok(None);
         }
         let dir = socket_dir(self.config.socket_dir.as_deref())?;
-        ShmServer::start_in(&dir, self.memory.clone(), self.incarnation.get())
-            .map(Some)
-            .map_err(|error| StartError::System { what: error.to_string(), source: std::io::Error::other("shm") })
+        ShmServer::start_in(&dir, self.memory.clone(), self.incarnation.get()).map(Some).map_err(|error| {
+            StartError::System { what: error.to_string(), source: std::io::Error::other("shm") }
+        })
     }
 
     /// The host that peers use for an address of ours.
     fn advertised(&self, address: SocketAddr) -> String {
         match &self.config.advertise {
-            Some(host) if host.contains(':') && !host.starts_with('[') => format!("[{host}]:{}", address.port()),
+            Some(host) if host.contains(':') && !host.starts_with('[') => {
+                format!("[{host}]:{}", address.port())
+            }
             Some(host) => format!("{host}:{}", address.port()),
             None => address.to_string(),
         }
@@ -597,7 +598,9 @@ impl Starter {
     }
 
     fn metrics(&self, node: &Node) -> Result<Option<crate::metrics::MetricsServer>, StartError> {
-        let (Some(address), Some(runtime)) = (self.config.metrics_listen, &node.runtime) else { return Ok(None) };
+        let (Some(address), Some(runtime)) = (self.config.metrics_listen, &node.runtime) else {
+            return Ok(None);
+        };
         let shared = node.shared.clone();
         let server = crate::metrics::MetricsServer::start(runtime.handle(), address, move || {
             let (reply, answer) = sync_channel(1);

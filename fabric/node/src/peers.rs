@@ -4,9 +4,7 @@ use std::sync::mpsc::Sender;
 
 use kvfabric_core::limits::CONNECT_TIMEOUT;
 use kvfabric_core::load::PeerFailure;
-use kvfabric_core::wire::{
-    decode_reply, Hello, HelloReply, Name, Reply, Request, Who, WhoReply,
-};
+use kvfabric_core::wire::{decode_reply, Hello, HelloReply, Name, Reply, Request, Who, WhoReply};
 use kvfabric_core::{Incarnation, RankId, TransportKind};
 use kvfabric_transport_api::PeerTarget;
 use kvfabric_transport_control::{Connection, Endpoint};
@@ -62,7 +60,10 @@ impl Asker {
         let info = match decode_reply(&reply) {
             Ok(Reply::Who(WhoReply::Known(info))) => info,
             Ok(Reply::Who(WhoReply::Unknown)) => {
-                return Err((PeerFailure::WrongIncarnation, "the directory does not know that incarnation".into()));
+                return Err((
+                    PeerFailure::WrongIncarnation,
+                    "the directory does not know that incarnation".into(),
+                ));
             }
             Ok(other) => return Err(unreachable(format!("unexpected answer {}", other.name()))),
             Err(error) => return Err(unreachable(error.to_string())),
@@ -97,7 +98,10 @@ impl Asker {
         let ack = match decode_reply(&reply) {
             Ok(Reply::Hello(HelloReply::Ack(ack))) => ack,
             Ok(Reply::Hello(HelloReply::WrongIncarnation { found })) => {
-                return Err((PeerFailure::WrongIncarnation, format!("the peer lives on as incarnation {found}")));
+                return Err((
+                    PeerFailure::WrongIncarnation,
+                    format!("the peer lives on as incarnation {found}"),
+                ));
             }
             Ok(Reply::Hello(HelloReply::ClusterMismatch)) => {
                 return Err((PeerFailure::Protocol, "the peer belongs to another cluster".into()));
@@ -120,7 +124,10 @@ impl Asker {
         };
         let candidates = candidates(self.choice, &target);
         if candidates.is_empty() {
-            return Err((PeerFailure::Unreachable, "the peer offers none of the transports chosen here".into()));
+            return Err((
+                PeerFailure::Unreachable,
+                "the peer offers none of the transports chosen here".into(),
+            ));
         }
         Ok(Greeted { name: name.to_owned(), connection, target, candidates })
     }

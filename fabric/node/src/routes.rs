@@ -137,8 +137,13 @@ impl Routes {
     }
 
     fn lane_for(&self, kind: TransportKind, key: PeerKey) -> Option<usize> {
-        let fitting: Vec<usize> =
-            self.lanes.iter().enumerate().filter(|(_, lane)| lane.kind == kind).map(|(index, _)| index).collect();
+        let fitting: Vec<usize> = self
+            .lanes
+            .iter()
+            .enumerate()
+            .filter(|(_, lane)| lane.kind == kind)
+            .map(|(index, _)| index)
+            .collect();
         let count = u64::try_from(fitting.len()).ok().filter(|count| *count > 0)?;
         usize::try_from(key.0 % count).ok().and_then(|index| fitting.get(index).copied())
     }
@@ -188,7 +193,11 @@ impl Routes {
     }
 
     /// A peer's connection is gone; its reads retired before.
-    pub(crate) fn handle_disconnected(&mut self, key: PeerKey, reason: &str) -> Option<(RankId, Incarnation)> {
+    pub(crate) fn handle_disconnected(
+        &mut self,
+        key: PeerKey,
+        reason: &str,
+    ) -> Option<(RankId, Incarnation)> {
         let (incarnation, _) = self.by_key.remove(&key)?;
         let current = self.peers.get(&incarnation).is_some_and(|peer| match peer.state {
             State::Connecting { key: at, .. } | State::Ready { key: at, .. } => at == key,
@@ -217,9 +226,8 @@ impl Routes {
     /// The read, if the peer is not connected.
     pub(crate) fn post(&mut self, incarnation: Incarnation, own: bool, op: ReadOp) -> Result<(), ReadOp> {
         let (key, lane) = if own {
-            let shm: Vec<usize> = (0..self.lanes.len())
-                .filter(|index| self.lanes[*index].kind == TransportKind::Shm)
-                .collect();
+            let shm: Vec<usize> =
+                (0..self.lanes.len()).filter(|index| self.lanes[*index].kind == TransportKind::Shm).collect();
             self.next_own = self.next_own.wrapping_add(1);
             match shm.get(self.next_own % shm.len().max(1)) {
                 Some(lane) => (OWN_POOL, *lane),

@@ -21,7 +21,8 @@ use parking_lot::{Mutex, RwLock};
 use crate::command::{Command, LoadBlockInput, StoreBlockInput};
 use crate::job::{Cancel, JobState};
 use crate::{
-    BlockError, BufferError, GroupLayout, Job, LoadItem, NamespaceError, NamespaceSpec, StoreItem, SubmitError,
+    BlockError, BufferError, GroupLayout, Job, LoadItem, NamespaceError, NamespaceSpec, StoreItem,
+    SubmitError,
 };
 
 /// A namespace that this rank has opened. Clones share it.
@@ -283,14 +284,12 @@ impl Shared {
         let key = NamespaceKey::derive(&self.ns_secret, &spec.name, &spec.key_salt);
         if let Some(known) = namespaces.get(&spec.name) {
             if known.0.key == key {
-                let conflict = spec.groups.iter().find(|group| {
-                    known.group(group.group_id).is_some_and(|old| old != **group)
-                });
+                let conflict = spec
+                    .groups
+                    .iter()
+                    .find(|group| known.group(group.group_id).is_some_and(|old| old != **group));
                 if let Some(group) = conflict {
-                    return Err(NamespaceError::LayoutConflict {
-                        name: spec.name,
-                        group_id: group.group_id,
-                    });
+                    return Err(NamespaceError::LayoutConflict { name: spec.name, group_id: group.group_id });
                 }
                 if spec.groups.iter().all(|group| known.group(group.group_id).is_some()) {
                     return Ok(known.clone());
@@ -362,7 +361,16 @@ impl Shared {
                 Err(error) => state.set(index, Err(error)),
             }
         }
-        self.submit(&state, Command::Store { job: state.clone(), ns: ns.0.local, first_put, blocks, until: Instant::now() + deadline })?;
+        self.submit(
+            &state,
+            Command::Store {
+                job: state.clone(),
+                ns: ns.0.local,
+                first_put,
+                blocks,
+                until: Instant::now() + deadline,
+            },
+        )?;
         Ok(self.job(state))
     }
 
@@ -389,7 +397,10 @@ impl Shared {
                 Err(error) => state.set(index, Err(error)),
             }
         }
-        self.submit(&state, Command::Load { job: state.clone(), ns: ns.0.local, blocks, until: Instant::now() + deadline })?;
+        self.submit(
+            &state,
+            Command::Load { job: state.clone(), ns: ns.0.local, blocks, until: Instant::now() + deadline },
+        )?;
         Ok(self.job(state))
     }
 
@@ -497,4 +508,3 @@ fn check_spec(spec: &NamespaceSpec, pool_bytes: u64) -> Result<(), NamespaceErro
         None => Ok(()),
     }
 }
-

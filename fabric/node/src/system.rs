@@ -43,12 +43,16 @@ pub(crate) fn socket_dir(given: Option<&Path>) -> Result<PathBuf, StartError> {
             None => std::env::temp_dir().join(format!("kvfabric-{}", rustix::process::geteuid().as_raw())),
         },
     };
-    let fail = |source| StartError::System { what: format!("cannot use socket folder {}", dir.display()), source };
+    let fail =
+        |source| StartError::System { what: format!("cannot use socket folder {}", dir.display()), source };
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(fail)?;
     if private {
         // A folder in a shared place that somebody else made first could serve his sockets to us.
         let metadata = std::fs::symlink_metadata(&dir).map_err(fail)?;
-        if !metadata.is_dir() || metadata.uid() != rustix::process::geteuid().as_raw() || metadata.mode() & 0o022 != 0 {
+        if !metadata.is_dir()
+            || metadata.uid() != rustix::process::geteuid().as_raw()
+            || metadata.mode() & 0o022 != 0
+        {
             return Err(fail(std::io::Error::other(
                 "it does not belong to this user alone; remove it or give --socket-dir",
             )));

@@ -46,6 +46,19 @@ impl Ticket {
         Self(bytes)
     }
 
+    /// The ticket that carries a secret random number; both sides of a join know the number.
+    #[must_use]
+    pub const fn from_number(number: u64) -> Self {
+        let mut bytes = [0; TICKET_BYTES];
+        let number = number.to_le_bytes();
+        let mut at = 0;
+        while at < number.len() {
+            bytes[at] = number[at];
+            at += 1;
+        }
+        Self(bytes)
+    }
+
     /// The ticket's bytes.
     #[must_use]
     pub const fn to_bytes(self) -> [u8; TICKET_BYTES] {

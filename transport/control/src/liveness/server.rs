@@ -98,6 +98,16 @@ struct State {
     stopped: bool,
 }
 
+impl State {
+    fn insert(&mut self, ticket: Ticket, lifetime: Duration) -> LivenessId {
+        self.next_id += 1;
+        let id = LivenessId(self.next_id);
+        self.tickets.insert(ticket, id);
+        self.expiries.insert(id, (Instant::now() + lifetime, ticket));
+        id
+    }
+}
+
 impl Shared {
     /// The state is valid between any two statements, so a panic elsewhere does not spoil it.
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -182,11 +192,20 @@ impl LivenessServer {
         if state.tickets.len() >= TICKETS_MAX {
             return Err(LivenessError::TooManyTickets { limit: TICKETS_MAX });
         }
-        state.next_id += 1;
-        let id = LivenessId(state.next_id);
-        state.tickets.insert(ticket, id);
-        state.expiries.insert(id, (Instant::now() + self.shared.ticket_lifetime, ticket));
+        let id = state.insert(ticket, self.shared.ticket_lifetime);
         Ok((id, ticket))
+    }
+
+    /// As [`LivenessServer::issue`], with a ticket that the caller made from a secret random number.
+    ///
+    /// # Errors
+    /// [`LivenessError::TooManyTickets`], also when the ticket waits already.
+    pub fn issue_ticket(&self, ticket: Ticket) -> Result<LivenessId, LivenessError> {
+        let mut state = self.shared.lock();
+        if state.tickets.len() >= TICKETS_MAX || state.tickets.contains_key(&ticket) {
+            return Err(LivenessError::TooManyTickets { limit: TICKETS_MAX });
+        }
+        Ok(state.insert(ticket, self.shared.ticket_lifetime))
     }
 
     /// Ends a connection, or makes its ticket void, as for a rank that was fenced. A connection reports
