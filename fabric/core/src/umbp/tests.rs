@@ -284,6 +284,20 @@ fn blocks_of_a_group_end_with_its_shortest_tensor() {
 }
 
 #[test]
+fn ranges_that_touch_in_block_zero_only_are_not_merged() {
+    // Two layers whose tensors interleave with different strides: side by side in block 0, apart in block 1.
+    let planner = registered(
+        vec![region("a", 0, 16, 8), region("b", 0, 32, 8)],
+        &[("a", tensor(0, 16, 4)), ("b", tensor(8, 32, 4))],
+    )
+    .unwrap();
+    let mut out = Vec::new();
+    planner.plan_merged_into(&[0, 1], Some(0), &mut out).unwrap();
+    let places: Vec<_> = out.iter().map(|range| (range.address, range.length)).collect();
+    assert_eq!(places, [(0, 8), (8, 8), (16, 8), (40, 8)]);
+}
+
+#[test]
 fn layout_ids_depend_on_what_objects_hold_and_not_on_where_they_lie() {
     let id = |regions: Vec<KVRegion>, group, dtype, format| {
         KVLayoutPlanner::new(regions)
