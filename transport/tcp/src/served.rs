@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use kvfabric_memory::RawWord;
+use kvfabric_memory::{OwnerMemory, RawWord};
 
 /// Where an object lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,4 +24,17 @@ pub unsafe trait Served: Send + Sync {
 
     /// The slot's word, loaded after an acquire fence, for rule R2. `None` when there is no such slot.
     fn load_word_after_data(&self, slot: u32) -> Option<RawWord>;
+}
+
+// SAFETY: the pool's mapping lives as long as the value, and objects are located within it with bounds checks.
+unsafe impl Served for OwnerMemory {
+    fn object(&self, slot: u32) -> Option<ServedObject> {
+        let object = OwnerMemory::object(self, slot)?;
+        let base = NonNull::new(object.as_ptr().cast_mut())?;
+        Some(ServedObject { base, length_bytes: object.object_bytes() as u64 })
+    }
+
+    fn load_word_after_data(&self, slot: u32) -> Option<RawWord> {
+        OwnerMemory::load_word_after_data(self, slot)
+    }
 }
