@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvfabric_memory::{Region, ScatterList};
+use kvfabric_memory::{RawWord, Region, ScatterList};
 use kvfabric_transport_api::{Event, PeerKey, PostError, Provider, ReadError};
 
 use super::{object, publish, raw_reader, Arena, Owner, Random, Reader, CANARY, LIMIT};
@@ -117,40 +117,55 @@ fn the_word_shows_what_became_of_the_slot() {
 }
 
 /// A stale read must never pass for a good one: the owner overwrites at random while the reader reads, and whatever
-/// the word accepts, against an entry that was known before the read, holds the bytes of exactly that generation.
+/// the word accepts, against an entry that was known before the read, holds the bytes of exactly that generation. The
+/// object is large against the socket buffers, so that most overwrites meet a read in its middle: an owner that loads
+/// the word before the bytes fails this test within its first dozens of reads.
 #[test]
 fn an_owner_that_overwrites_meanwhile_is_always_noticed() {
-    const BYTES: usize = 400_000;
+    const BYTES: usize = 6 << 20;
+    const CONTENTS: u64 = 3;
     let mut random = Random::new("an_owner_that_overwrites");
     let owner = Owner::start(&[BYTES]);
     let mut reader = Reader::new();
     reader.connect(1, owner.target(1)).unwrap();
-    let published = Arc::new(AtomicU64::new(1));
+    let contents: Vec<Vec<u8>> = (0..CONTENTS).map(|content| object(0, content, BYTES)).collect();
+    let published = Arc::new(AtomicU64::new(0));
     let stop = Arc::new(AtomicBool::new(false));
     let writer = {
-        let (memory, published, stop) =
-            (Arc::clone(&owner.memory), Arc::clone(&published), Arc::clone(&stop));
+        let (memory, published, stop) = (Arc::clone(&owner.memory), Arc::clone(&published), Arc::clone(&stop));
         let mut random = Random(random.next());
+        let sources: Vec<Region> = contents
+            .iter()
+            .map(|content| {
+                let source = Region::allocate(BYTES).unwrap();
+                source.write(0, content).unwrap();
+                source
+            })
+            .collect();
         std::thread::spawn(move || {
             for generation in 2.. {
                 if stop.load(Ordering::Relaxed) {
                     return;
                 }
-                publish(&memory, 0, generation);
+                memory.invalidate(0, generation).unwrap();
+                let source = ScatterList::whole(&sources[(generation % CONTENTS) as usize]);
+                memory.fill(0, &source, false, &stop).ok();
+                let word = RawWord { generation, tag: generation + 1000, check: 0, reserved: 0 };
+                assert!(memory.publish(0, word).unwrap());
                 published.store(generation, Ordering::SeqCst);
-                std::thread::sleep(Duration::from_micros(random.next() % 3000));
+                std::thread::sleep(Duration::from_micros(random.next() % 12_000));
             }
         })
     };
+    let arena = Arena::new(BYTES);
     let (mut accepted, mut stale) = (0, 0);
     let started = Instant::now();
-    while (accepted < 100 || stale < 100) && started.elapsed() < LIMIT {
-        let arena = Arena::new(BYTES);
+    while (accepted < 150 || stale < 150) && started.elapsed() < LIMIT / 4 {
         let expected = published.load(Ordering::SeqCst);
         reader.post(1, 0, BYTES, 0, ScatterList::whole(&arena.region), false).unwrap();
         let word = reader.next_read().outcome.unwrap().word;
         if word.generation == expected && word.tag == expected + 1000 {
-            assert!(arena.bytes() == object(0, expected, BYTES), "a wrong block was accepted");
+            assert!(arena.bytes() == contents[(expected % CONTENTS) as usize], "a wrong block was accepted");
             accepted += 1;
         } else {
             stale += 1;
@@ -158,6 +173,7 @@ fn an_owner_that_overwrites_meanwhile_is_always_noticed() {
     }
     stop.store(true, Ordering::Relaxed);
     writer.join().unwrap();
+    println!("{accepted} accepted, {stale} stale");
     assert!(accepted > 0 && stale > 0, "{accepted} accepted, {stale} stale: nothing was tested");
 }
 
