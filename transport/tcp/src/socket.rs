@@ -136,6 +136,8 @@ pub(crate) fn tune(socket: BorrowedFd<'_>, buffer_bytes: Option<usize>) -> io::R
 /// Asks to be woken only when this much has arrived.
 pub(crate) fn set_wake_bytes(socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    #[allow(clippy::cast_possible_truncation)] // The size of an int.
+    const VALUE_BYTES: libc::socklen_t = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the option takes one int, which lives through the call.
     let returned = unsafe {
         libc::setsockopt(
@@ -143,7 +145,7 @@ pub(crate) fn set_wake_bytes(socket: BorrowedFd<'_>, bytes: usize) -> io::Result
             libc::SOL_SOCKET,
             libc::SO_RCVLOWAT,
             (&raw const value).cast(),
-            size_of::<libc::c_int>() as libc::socklen_t,
+            VALUE_BYTES,
         )
     };
     result(returned as isize).map(|_| ())

@@ -7,9 +7,7 @@ use std::time::Instant;
 use kvfabric_transport_api::{ConnectError, Event, PeerKey, ReadError, ReadOp};
 
 use super::landing::{Flight, Landing};
-use crate::limits::{
-    RECEIVE_TURN_BYTES, REQUESTS_PER_FRAME_MAX, WAKE_BYTES, WAKE_BYTES_MIN,
-};
+use crate::limits::{RECEIVE_TURN_BYTES, REQUESTS_PER_FRAME_MAX, WAKE_BYTES, WAKE_BYTES_MIN};
 use crate::socket::{self, IoVec};
 use crate::stream::Stream;
 use crate::wire::{
@@ -128,10 +126,6 @@ impl Connection {
             active: now,
             wake_bytes: 1,
         }
-    }
-
-    pub(super) fn stream(&self) -> &Stream {
-        &self.stream
     }
 
     pub(super) fn is_ready(&self) -> bool {

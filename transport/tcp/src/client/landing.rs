@@ -183,7 +183,7 @@ impl Landing {
                             // Nothing else was asked for, see `compose`.
                             return Err(WireError::Sequence);
                         } else {
-                            self.header_filled = 0;
+                            self.begin_reply();
                             refuse(flights.pop_front(), reply.status, events);
                         }
                     }
@@ -202,8 +202,8 @@ impl Landing {
                     self.word_filled += taken;
                     bytes -= taken;
                     if self.word_filled == RawWord::BYTES {
-                        self.stage = Stage::Header;
                         self.retire(flights.pop_front(), events);
+                        self.begin_reply();
                     }
                 }
             }
@@ -213,10 +213,16 @@ impl Landing {
 
     fn begin_body(&mut self, flight: &Flight) {
         self.stage = Stage::Body;
-        // The buffers are free again: the next header and this reply's word are received into them.
+        // The buffer is free again: the next header is received into it.
+        self.header_filled = 0;
+        self.hasher = flight.op.as_ref().is_some_and(|op| op.checksum).then(XxHash3_64::new);
+    }
+
+    /// The next reply starts from nothing; its first bytes may be named before its header has come.
+    fn begin_reply(&mut self) {
+        self.stage = Stage::Header;
         (self.header_filled, self.word_filled) = (0, 0);
         (self.landed, self.segment, self.segment_filled) = (0, 0, 0);
-        self.hasher = flight.op.as_ref().is_some_and(|op| op.checksum).then(XxHash3_64::new);
     }
 
     fn take_body(&mut self, flight: &Flight, taken: usize) {

@@ -182,7 +182,8 @@ impl TcpProvider {
             return Err(StartError::Option("requests in flight"));
         }
         let epoll = epoll::create(CreateFlags::CLOEXEC).map_err(std::io::Error::from)?;
-        let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
+        let waker =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
         epoll::add(&epoll, &waker, EventData::new_u64(WAKE), EventFlags::IN).map_err(std::io::Error::from)?;
         let waker = Arc::new(Waker(waker));
         Ok(Self {

@@ -46,7 +46,10 @@ pub(crate) enum Turn {
 
 enum State {
     /// Nothing is allocated for the reader until its token was accepted (design 1.9); this is all there is of it.
-    Greeting { hello: [u8; HELLO_BYTES], filled: usize },
+    Greeting {
+        hello: [u8; HELLO_BYTES],
+        filled: usize,
+    },
     Serving(Box<Serving>),
 }
 
@@ -113,6 +116,8 @@ struct Serving {
     start: usize,
     end: usize,
     parser: RequestParser,
+    /// The buffer may hold whole requests for which the queue had no room.
+    unparsed: bool,
     queue: VecDeque<Request>,
     small: Small,
     body: Option<Body>,
@@ -151,7 +156,7 @@ impl Connection {
         }
         let mut budget = TURN_BYTES;
         loop {
-            let received = self.readable && serving.receive(&mut self.stream, &mut self.readable, self.ended)?;
+            let received = serving.receive(&mut self.stream, &mut self.readable, self.ended)?;
             let sent = if self.writable {
                 serving.send(&mut self.stream, shared, &mut budget, &mut self.writable)?
             } else {
@@ -161,7 +166,7 @@ impl Connection {
                 self.active = now;
             }
             let more_to_send = self.writable && serving.has_output();
-            let more_to_read = self.readable && serving.wants_input();
+            let more_to_read = serving.wants_input(self.readable);
             match (more_to_send || more_to_read, budget) {
                 (false, _) => return Ok(Turn::Asleep),
                 (true, 0) => return Ok(Turn::Again),
@@ -252,6 +257,7 @@ impl Serving {
             start: 0,
             end: 0,
             parser: RequestParser::default(),
+            unparsed: false,
             queue: VecDeque::with_capacity(REQUESTS_QUEUED_MAX),
             small: Small { bytes: [0; 64], filled: 0, sent: 0 },
             body: None,
@@ -262,16 +268,22 @@ impl Serving {
         self.small.filled > 0 || self.body.is_some() || !self.queue.is_empty()
     }
 
-    /// With a full queue nothing is read: the reader's own sends block then, which is the backpressure.
-    fn wants_input(&self) -> bool {
+    fn has_room(&self) -> bool {
         self.queue.len() < REQUESTS_QUEUED_MAX
+    }
+
+    /// With a full queue nothing is read: the reader's own sends block then, which is the backpressure.
+    fn wants_input(&self, readable: bool) -> bool {
+        self.has_room() && (readable || self.unparsed)
     }
 
     /// Reads and parses requests while there is room. Returns whether anything came.
     fn receive(&mut self, stream: &mut Stream, readable: &mut bool, ended: bool) -> Result<bool, Close> {
         let mut came = false;
-        self.parse()?;
-        while *readable && self.wants_input() {
+        if self.unparsed {
+            self.parse()?;
+        }
+        while *readable && self.has_room() {
             self.buffer.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
             let room = self.buffer.get_mut(self.end..).unwrap_or_default();
@@ -294,7 +306,12 @@ impl Serving {
 
     fn parse(&mut self) -> Result<(), Close> {
         let mut bytes = self.buffer.get(self.start..self.end).unwrap_or_default();
-        while self.queue.len() < REQUESTS_QUEUED_MAX {
+        self.unparsed = false;
+        loop {
+            if self.queue.len() >= REQUESTS_QUEUED_MAX {
+                self.unparsed = !bytes.is_empty();
+                break;
+            }
             match self.parser.next_request(&mut bytes) {
                 Ok(Some(request)) => self.queue.push_back(request),
                 Ok(None) => break,

@@ -88,7 +88,7 @@ impl Worker {
                 return;
             }
             now = Instant::now();
-            if !self.shared.options.busy_poll.is_zero() && !(events.is_empty() && self.ready.is_empty()) {
+            if !self.shared.options.busy_poll.is_zero() && (!events.is_empty() || !self.ready.is_empty()) {
                 busy_until = now + self.shared.options.busy_poll;
             }
             self.take_events(&mut events, now);
