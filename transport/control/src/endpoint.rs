@@ -1,6 +1,7 @@
 //! An endpoint: one UDP socket that takes connections and makes them.
 
 use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -216,8 +217,12 @@ impl Endpoint {
 
     async fn connect_with(&self, target: &str, rank_name: Option<&str>) -> Result<Connection, ConnectError> {
         let limit = self.inner.config.connect_timeout;
-        let quic = match timeout(limit, self.race(target, rank_name)).await {
+        let refused = Arc::new(AtomicBool::new(false));
+        let quic = match timeout(limit, self.race(target, rank_name, &refused)).await {
             Ok(result) => result?,
+            Err(_) if refused.load(Ordering::Relaxed) => {
+                return Err(ConnectError::Refused { target: target.to_owned() });
+            }
             Err(_) => return Err(ConnectError::Timeout { target: target.to_owned(), timeout: limit }),
         };
         let peer = PeerInfo::of(&quic, self.inner.config.tls.authenticates());
@@ -236,44 +241,47 @@ impl Endpoint {
     }
 
     /// Tries the target's addresses one after the other, a little apart, and takes the first that answers.
-    async fn race(&self, target: &str, rank_name: Option<&str>) -> Result<quinn::Connection, ConnectError> {
-        let (host, addresses) = resolve(target, self.inner.local, self.inner.config.connect_timeout).await?;
+    async fn race(
+        &self,
+        target: &str,
+        rank_name: Option<&str>,
+        refused: &Arc<AtomicBool>,
+    ) -> Result<quinn::Connection, ConnectError> {
+        let inner = &self.inner;
+        let (host, addresses) = resolve(target, inner.local, inner.config.connect_timeout).await?;
         let (client, server_name) = match rank_name {
-            None => (self.inner.host_client.clone(), host),
+            None => (inner.host_client.clone(), host),
             Some(rank) => {
                 let rule = NameRule::Rank(rank.to_owned());
-                let client =
-                    client_config(&self.inner.config.tls, rule, &self.inner.transport).map_err(|error| {
-                        ConnectError::Local { target: target.to_owned(), detail: error.to_string() }
-                    })?;
+                let client = client_config(&inner.config.tls, rule, &inner.transport)
+                    .map_err(|error| local_error(target, &error))?;
+                // Not looked at under this rule.
                 (client, "kvfabric".to_owned())
             }
+        };
+        let attempt = Attempt {
+            endpoint: inner.quic.clone(),
+            client,
+            server_name,
+            target: target.to_owned(),
+            refused: Arc::clone(refused),
+            seed: u64::from(inner.local.port()),
         };
         let mut addresses = addresses.into_iter();
         let mut attempts = JoinSet::new();
         let mut failure = None;
         loop {
             if let Some(address) = addresses.next() {
-                let quic = self.inner.quic.clone();
-                attempts.spawn(attempt(
-                    quic,
-                    client.clone(),
-                    address,
-                    server_name.clone(),
-                    target.to_owned(),
-                ));
+                attempts.spawn(attempt.clone().run(address));
             }
             let more = addresses.len() > 0;
             tokio::select! {
                 joined = attempts.join_next() => match joined {
                     Some(Ok(Ok(quic))) => return Ok(quic),
                     Some(Ok(Err(error))) => failure = Some(more_telling(failure, error)),
-                    Some(Err(error)) => {
-                        let error = ConnectError::Local { target: target.to_owned(), detail: error.to_string() };
-                        failure = Some(more_telling(failure, error));
-                    }
+                    Some(Err(error)) => failure = Some(more_telling(failure, local_error(target, &error))),
                     None => {
-                        let none = ConnectError::Unreachable { target: target.to_owned(), local: self.inner.local };
+                        let none = ConnectError::Unreachable { target: target.to_owned(), local: inner.local };
                         return Err(failure.unwrap_or(none));
                     }
                 },
@@ -354,41 +362,68 @@ async fn resolve(
     Ok((host, addresses))
 }
 
-/// Handshake and greeting with one address; a peer that is busy with handshakes is asked again. Bounded by the caller.
-async fn attempt(
+fn local_error(target: &str, error: &dyn std::fmt::Display) -> ConnectError {
+    ConnectError::Local { target: target.to_owned(), detail: error.to_string() }
+}
+
+/// What trying one address needs.
+#[derive(Clone)]
+struct Attempt {
     endpoint: quinn::Endpoint,
     client: quinn::ClientConfig,
-    address: SocketAddr,
     server_name: String,
     target: String,
-) -> Result<quinn::Connection, ConnectError> {
-    let backoff = Backoff::new(REFUSED_WAIT_MIN, REFUSED_WAIT_MAX);
-    let mut refusals = 0;
-    loop {
-        let connecting =
-            endpoint.connect_with(client.clone(), address, &server_name).map_err(|error| match error {
-                quinn::ConnectError::EndpointStopping => {
-                    ConnectError::EndpointClosed { target: target.clone() }
+    /// Set while the peer is there but refuses, which a later timeout should say.
+    refused: Arc<AtomicBool>,
+    seed: u64,
+}
+
+impl Attempt {
+    /// Handshake and greeting; a peer that is busy with handshakes is asked again. Bounded by the caller.
+    async fn run(self, address: SocketAddr) -> Result<quinn::Connection, ConnectError> {
+        let backoff = Backoff::new(REFUSED_WAIT_MIN, REFUSED_WAIT_MAX);
+        let mut refusals = 0;
+        loop {
+            let reason = match self.greet(address).await? {
+                Ok(quic) => return Ok(quic),
+                Err(reason) => reason,
+            };
+            let target = self.target.clone();
+            match reason {
+                CloseReason::Refused => {
+                    self.refused.store(true, Ordering::Relaxed);
+                    sleep(backoff.delay_jittered(refusals, self.seed)).await;
+                    refusals += 1;
                 }
-                error => ConnectError::Local { target: target.clone(), detail: error.to_string() },
-            })?;
-        let reason = match connecting.await {
-            Ok(quic) => match exchange(&quic, Kind::Greeting, Bytes::new()).await {
-                Ok(_) => return Ok(quic),
-                Err(RequestError::ConnectionLost { reason }) => reason,
-                Err(error) => CloseReason::Protocol(error.to_string()),
-            },
-            Err(error) => CloseReason::from_quic(&error),
-        };
-        match reason {
-            CloseReason::Refused => {
-                sleep(backoff.delay(refusals)).await;
-                refusals += 1;
+                CloseReason::Tls(detail) => return Err(ConnectError::Tls { target, detail }),
+                CloseReason::Local => return Err(ConnectError::EndpointClosed { target }),
+                reason => return Err(ConnectError::Lost { target, reason }),
             }
-            CloseReason::Tls(detail) => return Err(ConnectError::Tls { target, detail }),
-            CloseReason::Local => return Err(ConnectError::EndpointClosed { target }),
-            reason => return Err(ConnectError::Lost { target, reason }),
         }
+    }
+
+    async fn greet(
+        &self,
+        address: SocketAddr,
+    ) -> Result<Result<quinn::Connection, CloseReason>, ConnectError> {
+        let connecting = self
+            .endpoint
+            .connect_with(self.client.clone(), address, &self.server_name)
+            .map_err(|error| match error {
+                quinn::ConnectError::EndpointStopping => {
+                    ConnectError::EndpointClosed { target: self.target.clone() }
+                }
+                error => local_error(&self.target, &error),
+            })?;
+        let quic = match connecting.await {
+            Ok(quic) => quic,
+            Err(error) => return Ok(Err(CloseReason::from_quic(&error))),
+        };
+        Ok(match exchange(&quic, Kind::Greeting, Bytes::new()).await {
+            Ok(_) => Ok(quic),
+            Err(RequestError::ConnectionLost { reason }) => Err(reason),
+            Err(error) => Err(CloseReason::Protocol(error.to_string())),
+        })
     }
 }
 

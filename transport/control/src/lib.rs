@@ -16,7 +16,14 @@ pub mod liveness;
 mod names;
 mod reconnect;
 mod socket;
+#[cfg(test)]
+mod tests;
 pub mod tls;
+
+/// The buffers of this crate's API.
+pub use bytes;
+/// The runtime that this crate needs around it, for callers without another use of it.
+pub use tokio;
 
 pub use connection::{Connection, ConnectionId, Handler, PeerInfo, Responder};
 pub use endpoint::{Endpoint, EndpointConfig};

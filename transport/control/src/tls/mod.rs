@@ -7,6 +7,8 @@
 pub mod certs;
 mod dev;
 mod files;
+#[cfg(test)]
+mod tests;
 mod verify;
 
 use std::io;
