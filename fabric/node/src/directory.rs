@@ -24,7 +24,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::handler::respond;
 use crate::session::request;
-use crate::system::{random_u64, runtime, security};
+use crate::system::{end_runtime, random_u64, runtime, security};
 use crate::{DirectoryConfig, StartError};
 
 /// The core's own silence limit. Silence is judged by the liveness threads, which report it at once; this bound only
@@ -160,9 +160,8 @@ impl DirectoryServer {
 impl Drop for DirectoryServer {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            runtime.block_on(self.endpoint.shutdown("the directory stops"));
+            end_runtime(runtime, self.endpoint.clone(), "the directory stops");
             self.liveness = None;
-            runtime.shutdown_timeout(Duration::from_secs(1));
         }
     }
 }

@@ -20,7 +20,7 @@ use crate::command::{Command, LoadBlockInput, StoreBlockInput};
 use crate::control::Control;
 use crate::filler::{FillTask, Filler};
 use crate::job::JobState;
-use crate::jobs::Jobs;
+use crate::jobs::{JobKind, Jobs};
 use crate::membership::Membership;
 use crate::reads::Reads;
 use crate::routes::Routes;
@@ -29,6 +29,8 @@ use crate::{BlockError, BlockOk, NodeStats};
 
 /// Commands taken before actions are carried out: enough to batch, few enough that O1 and completions are not kept waiting.
 const COMMANDS_PER_TURN: usize = 256;
+/// How long closing waits for the directory to hear the farewell; it sees the liveness connection close in any case.
+const FAREWELL_MAX: Duration = Duration::from_millis(300);
 /// Longest sleep of the core thread.
 const SLEEP_MAX: Duration = Duration::from_millis(500);
 
@@ -79,7 +81,7 @@ impl Driver {
             self.carry_out_all();
             self.settle_openings();
             if let Some(until) = self.closing {
-                if self.jobs.len() == 0 || now >= until {
+                if (self.jobs.len() == 0 && self.membership.has_left(now)) || now >= until {
                     break;
                 }
             }
@@ -485,8 +487,13 @@ impl Driver {
     }
 
     pub(crate) fn finish_job(&mut self, job: u64) {
-        if self.jobs.finish(job) {
+        if let Some((kind, took)) = self.jobs.finish(job) {
             self.shared.jobs_in_progress.fetch_sub(1, Ordering::AcqRel);
+            let latencies = &self.shared.latencies;
+            match kind {
+                JobKind::Load => latencies.load.observe(took.as_secs_f64()),
+                JobKind::Store => latencies.store.observe(took.as_secs_f64()),
+            }
         }
     }
 
@@ -497,6 +504,8 @@ impl Driver {
             for job in self.jobs.ids() {
                 self.cancel(job);
             }
+            self.membership.leave_until = Some(now.after(drain.min(FAREWELL_MAX)));
+            self.announcer.handle_leave();
         }
     }
 
@@ -508,7 +517,7 @@ impl Driver {
         drop(self.filler);
         for job in self.jobs.ids() {
             tracing::warn!(job, "a job did not end within the drain time of closing");
-            if self.jobs.finish(job) {
+            if self.jobs.finish(job).is_some() {
                 self.shared.jobs_in_progress.fetch_sub(1, Ordering::AcqRel);
             }
         }

@@ -36,6 +36,7 @@ pub(crate) trait Cancel: Send + Sync {
 
 pub(crate) struct JobState {
     pub(crate) id: u64,
+    begun: Instant,
     is_final: AtomicBool,
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -50,10 +51,16 @@ impl JobState {
     pub(crate) fn new(id: u64, blocks: usize) -> Arc<Self> {
         Arc::new(Self {
             id,
+            begun: Instant::now(),
             is_final: AtomicBool::new(false),
             inner: Mutex::new(Inner { outcomes: vec![None; blocks], report: None }),
             changed: Condvar::new(),
         })
+    }
+
+    /// Time since submission.
+    pub(crate) fn age(&self) -> Duration {
+        self.begun.elapsed()
     }
 
     /// Records the end of one block; the first result of a block stands.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvfabric_core::load::LoadError;
 use kvfabric_core::owner::{PutError, PutId, Stored};
@@ -30,6 +31,13 @@ struct PutEntry {
     bytes: u64,
     source: Option<ScatterList>,
     stop: Arc<AtomicBool>,
+}
+
+/// What a job does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum JobKind {
+    Load,
+    Store,
 }
 
 /// All jobs in progress.
@@ -138,16 +146,16 @@ impl Jobs {
         }
     }
 
-    /// The job is final. Returns whether it was in progress.
-    pub(crate) fn finish(&mut self, job: u64) -> bool {
+    /// The job is final. Returns what it was and how long it took, if it was in progress.
+    pub(crate) fn finish(&mut self, job: u64) -> Option<(JobKind, Duration)> {
         self.spans.release(job);
-        let state = match (self.loads.remove(&job), self.stores.remove(&job)) {
-            (Some(load), _) => load.job,
-            (None, Some(store)) => store.job,
-            (None, None) => return false,
+        let (kind, state) = match (self.loads.remove(&job), self.stores.remove(&job)) {
+            (Some(load), _) => (JobKind::Load, load.job),
+            (None, Some(store)) => (JobKind::Store, store.job),
+            (None, None) => return None,
         };
         state.finish();
-        true
+        Some((kind, state.age()))
     }
 
     pub(crate) fn is_load(&self, job: u64) -> bool {

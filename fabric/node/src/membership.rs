@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::mpsc::{Sender, SyncSender};
 use std::time::{Duration, Instant};
 
-use kvfabric_core::directory::{AnnouncerAction, ClearId, FlushId, JoinError, LinkId};
+use kvfabric_core::directory::{AnnouncerAction, ClearId, FlushId, JoinError, LinkId, RequestTag};
 use kvfabric_core::wire::{decode_reply, Attach, NsName};
 use kvfabric_core::{NsId, Time};
 use kvfabric_transport_control::liveness::{ClientConfig, LivenessClient, Ticket};
@@ -38,6 +38,8 @@ pub(crate) struct Membership {
     opening: Vec<(NsId, Time, SyncSender<NsId>)>,
     opened: Vec<NsId>,
     next_name: u64,
+    /// While closing: how long to wait for the answer to the farewell.
+    pub(crate) leave_until: Option<Time>,
 }
 
 /// A start that waits for its first admission.
@@ -62,7 +64,12 @@ impl Membership {
             opening: Vec::new(),
             opened: Vec::new(),
             next_name: 0,
+            leave_until: None,
         }
+    }
+
+    fn is_current(&self, link: LinkId) -> bool {
+        self.link.as_ref().is_some_and(|(known, _)| *known == link)
     }
 
     pub(crate) fn connection(&self) -> Option<&Connection> {
@@ -75,7 +82,12 @@ impl Membership {
             .starting
             .as_ref()
             .map(|starting| now.after(starting.timeout.saturating_sub(starting.begun.elapsed())));
-        self.opening.iter().map(|(_, until, _)| *until).chain(starting).min()
+        self.opening.iter().map(|(_, until, _)| *until).chain(starting).chain(self.leave_until).min()
+    }
+
+    /// Whether closing need not wait for the directory any more.
+    pub(crate) fn has_left(&self, now: Time) -> bool {
+        self.link.is_none() || self.leave_until.is_none_or(|until| until <= now)
     }
 
     fn name_next(&mut self) -> u64 {
@@ -104,24 +116,23 @@ impl Driver {
                 let link = self.announcer.handle_connected(now, jitter);
                 self.membership.link = Some((link, connection));
             }
-            Command::LinkDown { connection, why } => {
-                if self.membership.connection().is_some_and(|known| known.id() == connection) {
-                    self.lose_directory(&why);
-                }
+            Command::LinkDown { connection, why }
+                if self.membership.connection().is_some_and(|known| known.id() == connection) =>
+            {
+                self.lose_directory(&why);
             }
             Command::LinkFailed { reason } => {
                 tracing::debug!(%reason, "cannot connect to the directory");
                 self.membership.last_failure = reason;
             }
+            Command::Reply { tag: RequestTag::Leave, .. } => self.membership.leave_until = None,
             Command::Reply { link, tag, frame } => match decode_reply(&frame) {
                 Ok(reply) => self.announcer.handle_reply(now, link, tag, &reply),
                 Err(error) => tracing::warn!(%error, "the directory's answer cannot be read"),
             },
             Command::LivenessOpened { link, result } => self.handle_liveness_opened(link, result),
-            Command::LivenessLost { link, why } => {
-                if self.membership.link.as_ref().is_some_and(|(known, _)| *known == link) {
-                    self.lose_directory(&why);
-                }
+            Command::LivenessLost { link, why } if self.membership.is_current(link) => {
+                self.lose_directory(&why);
             }
             Command::OpenNamespace { name, reply } => self.open_namespace(name, reply),
             Command::Flush { within, reply } => {
@@ -147,7 +158,7 @@ impl Driver {
     }
 
     fn handle_liveness_opened(&mut self, link: LinkId, result: Result<LivenessClient, String>) {
-        if !self.membership.link.as_ref().is_some_and(|(known, _)| *known == link) {
+        if !self.membership.is_current(link) {
             return;
         }
         match result {

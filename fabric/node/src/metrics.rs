@@ -5,9 +5,26 @@ use std::net::SocketAddr;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::histogram::{exponential_buckets, Histogram};
 use prometheus_client::registry::Registry;
 
 use crate::{DirectoryStats, NodeStats, StartError};
+
+/// How long things took, seconds.
+#[derive(Clone, Debug)]
+pub(crate) struct Latencies {
+    pub(crate) load: Histogram,
+    pub(crate) store: Histogram,
+    pub(crate) lookup: Histogram,
+}
+
+impl Default for Latencies {
+    fn default() -> Self {
+        // 50 us to 26 s in steps of two: a small shm load to a load that ran into its deadline.
+        let histogram = || Histogram::new(exponential_buckets(50e-6, 2.0, 20));
+        Self { load: histogram(), store: histogram(), lookup: histogram() }
+    }
+}
 
 /// Serves `GET /metrics` until dropped.
 pub(crate) struct MetricsServer {
@@ -76,9 +93,12 @@ fn text(registry: &Registry) -> String {
 }
 
 /// A node's figures in the OpenMetrics text format.
-pub(crate) fn node_text(stats: &NodeStats) -> String {
+pub(crate) fn node_text(stats: &NodeStats, latencies: &Latencies) -> String {
     let mut registry = Registry::with_prefix("kvfabric");
     let r = &mut registry;
+    r.register("load_seconds", "Duration of load jobs", latencies.load.clone());
+    r.register("store_seconds", "Duration of store jobs", latencies.store.clone());
+    r.register("lookup_seconds", "Duration of lookups", latencies.lookup.clone());
     counter(r, "stores", "Blocks stored by copying", stats.stores_ok);
     counter(r, "stores_resident", "Blocks whose key was resident already", stats.stores_resident);
     counter(r, "stores_failed", "Blocks that could not be stored", stats.stores_failed);
@@ -138,4 +158,19 @@ pub(crate) fn directory_text(stats: &DirectoryStats) -> String {
     gauge(r, "ranks_hidden", "Hidden ranks", u64::from(stats.core.ranks_hidden));
     gauge(r, "namespaces", "Namespaces", u64::from(stats.core.namespaces));
     text(&registry)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_in_the_text() {
+        let latencies = Latencies::default();
+        latencies.load.observe(0.001);
+        let text = node_text(&NodeStats { loads_stale: 7, ..NodeStats::default() }, &latencies);
+        assert!(text.contains("kvfabric_loads_stale_total 7"), "{text}");
+        assert!(text.contains("kvfabric_load_seconds_count 1"), "{text}");
+        assert!(text.ends_with("# EOF\n"), "{text}");
+    }
 }

@@ -34,7 +34,7 @@ use crate::reads::Reads;
 use crate::routes::{Routes, OWN_POOL};
 use crate::session::LinkTask;
 use crate::shared::{LookupAnswer, Namespace, Shared};
-use crate::system::{random_u64, runtime, security, socket_dir};
+use crate::system::{end_runtime, random_u64, runtime, security, socket_dir};
 use crate::{
     BlockError, BufferError, ConfigError, DirectoryChoice, DirectoryConfig, DirectoryServer, HugePagesChoice,
     Job, LoadItem, NamespaceError, NamespaceSpec, NodeConfig, NodeStats, PeerRoute, StartError, StoreItem,
@@ -253,8 +253,7 @@ impl Drop for Node {
             }
         }
         if let Some(runtime) = self.runtime.take() {
-            runtime.block_on(self.endpoint.shutdown("the rank stops"));
-            runtime.shutdown_timeout(Duration::from_secs(1));
+            end_runtime(runtime, self.endpoint.clone(), "the rank stops");
         }
     }
 }
@@ -609,7 +608,7 @@ impl Starter {
             } else {
                 NodeStats::default()
             };
-            crate::metrics::node_text(&stats)
+            crate::metrics::node_text(&stats, &shared.latencies)
         })?;
         Ok(Some(server))
     }

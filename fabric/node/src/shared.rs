@@ -20,6 +20,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::command::{Command, LoadBlockInput, StoreBlockInput};
 use crate::job::{Cancel, JobState};
+use crate::metrics::Latencies;
 use crate::{
     BlockError, BufferError, GroupLayout, Job, LoadItem, NamespaceError, NamespaceSpec, StoreItem,
     SubmitError,
@@ -122,6 +123,7 @@ pub(crate) struct Shared {
     /// How to ask the directory, while this rank is a member.
     pub(crate) view: RwLock<Option<DirectoryView>>,
     failed: Mutex<FailedKeys>,
+    pub(crate) latencies: Latencies,
 }
 
 /// The directory as lookups see it.
@@ -141,6 +143,8 @@ struct FailedKeys {
     order: VecDeque<Fingerprint>,
 }
 
+/// What scheduling may add to a lookup's budget.
+const LOOKUP_GRACE: Duration = Duration::from_millis(2);
 /// How long a failed key stays negative; as long as the directory hides a replica at first.
 const FAILED_KEY_TTL: Duration = limits::HIDE_MIN;
 /// Most failed keys remembered; the oldest make room.
@@ -161,6 +165,7 @@ impl Shared {
             pool_bytes,
             view: RwLock::new(None),
             failed: Mutex::default(),
+            latencies: Latencies::default(),
         }
     }
 
@@ -213,8 +218,24 @@ impl Shared {
         let (Some(view), Some(number)) = (view, number) else {
             return LookupAnswer { complete: keys.is_empty(), hits };
         };
-        let complete = runtime.block_on(ask(&view, number, &fingerprints, budget, &mut hits));
-        self.veto_failed(&fingerprints, &mut hits);
+        let begun = Instant::now();
+        let keys_asked: Arc<[Option<Fingerprint>]> = fingerprints.into();
+        let (reply, answer) = std::sync::mpsc::sync_channel(1);
+        let task_keys = keys_asked.clone();
+        // A task and a channel rather than `block_on`: the caller may itself be on a runtime's thread, and the wait here is
+        // bounded whatever happens to the task.
+        runtime.spawn(async move {
+            let mut hits = vec![false; task_keys.len()];
+            let complete = ask(&view, number, &task_keys, budget, &mut hits).await;
+            let _ = reply.try_send((hits, complete));
+        });
+        let mut complete = false;
+        if let Ok((found, all)) = answer.recv_timeout(budget + LOOKUP_GRACE) {
+            hits = found;
+            complete = all;
+        }
+        self.latencies.lookup.observe(begun.elapsed().as_secs_f64());
+        self.veto_failed(&keys_asked, &mut hits);
         LookupAnswer { hits, complete }
     }
 

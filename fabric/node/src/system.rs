@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use kvfabric_transport_control::Security;
+use kvfabric_transport_control::{Endpoint, Security};
 
 use crate::{SecurityChoice, StartError};
 
@@ -22,6 +22,24 @@ pub(crate) fn runtime(name: &str) -> Result<tokio::runtime::Runtime, StartError>
         .enable_all()
         .build()
         .map_err(|source| StartError::System { what: "cannot start the control threads".into(), source })
+}
+
+/// Tells the peers, then ends the runtime. On a thread of its own, because the caller may be on another runtime's.
+pub(crate) fn end_runtime(runtime: tokio::runtime::Runtime, endpoint: Endpoint, reason: &'static str) {
+    let ending = std::thread::Builder::new().name("kvf-ending".into()).spawn(move || {
+        runtime.block_on(endpoint.shutdown(reason));
+        drop(endpoint);
+        runtime.shutdown_timeout(std::time::Duration::from_secs(1));
+    });
+    match ending {
+        Ok(thread) => {
+            if thread.join().is_err() {
+                tracing::error!("ending the control threads panicked");
+            }
+        }
+        // Without a thread the runtime was dropped with the closure, which ends it without a farewell.
+        Err(error) => tracing::warn!(%error, "cannot say farewell to the peers"),
+    }
 }
 
 pub(crate) fn security(choice: &SecurityChoice) -> Security {

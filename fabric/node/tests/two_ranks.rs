@@ -1,4 +1,5 @@
 //! Two ranks and a directory in one process: the main path, over each transport.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)] // A test file.
 
 use std::net::SocketAddr;
 use std::time::Duration;
