@@ -10,6 +10,7 @@ use bytes::Bytes;
 use quinn::{ReadError, RecvStream, SendStream, WriteError};
 use rustls::pki_types::CertificateDer;
 use tokio::sync::oneshot;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use crate::error::{code, CloseReason, Refusal, RequestError};
@@ -236,22 +237,26 @@ impl Connection {
     /// [`STREAMS_MAX`](crate::limits::STREAMS_MAX) of each kind are open, so tasks are bounded by the transport.
     pub(crate) async fn serve(self, handler: Arc<dyn Handler>) {
         handler.handle_connected(&self);
+        let mut streams = JoinSet::new();
         let error = loop {
-            tokio::select! {
-                stream = self.inner.quic.accept_bi() => match stream {
-                    Ok((send, recv)) => {
-                        tokio::spawn(serve_request(self.clone(), Arc::clone(&handler), send, recv));
-                    }
-                    Err(error) => break error,
-                },
-                stream = self.inner.quic.accept_uni() => match stream {
-                    Ok(recv) => {
-                        tokio::spawn(serve_notification(self.clone(), Arc::clone(&handler), recv));
-                    }
-                    Err(error) => break error,
-                },
+            let accepted = tokio::select! {
+                stream = self.inner.quic.accept_bi() => stream.map(|(send, recv)| (Some(send), recv)),
+                stream = self.inner.quic.accept_uni() => stream.map(|recv| (None, recv)),
+            };
+            // Those that ended meanwhile; waiting for each would wake this task once more for every request.
+            while streams.try_join_next().is_some() {}
+            match accepted {
+                Ok((Some(send), recv)) => {
+                    streams.spawn(serve_request(self.clone(), Arc::clone(&handler), send, recv));
+                }
+                Ok((None, recv)) => {
+                    streams.spawn(serve_notification(self.clone(), Arc::clone(&handler), recv));
+                }
+                Err(error) => break error,
             }
         };
+        // A request whose bytes have arrived could still reach the handler: not after it heard of the end.
+        streams.shutdown().await;
         handler.handle_closed(&self, &CloseReason::from_quic(&error));
     }
 

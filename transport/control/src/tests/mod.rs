@@ -106,7 +106,19 @@ impl Recorder {
         self.connections.lock().unwrap()[0].clone()
     }
 
-    pub(crate) fn take_held(&self) -> Vec<Responder> {
+    /// Waits for the first request that is held.
+    pub(crate) async fn first_held(&self) -> Responder {
+        let started = Instant::now();
+        loop {
+            if let Some(responder) = self.take_held().pop() {
+                return responder;
+            }
+            assert!(started.elapsed() < SOON, "no request arrived in time");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    fn take_held(&self) -> Vec<Responder> {
         std::mem::take(&mut *self.held.lock().unwrap())
     }
 

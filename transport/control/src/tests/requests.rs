@@ -124,13 +124,9 @@ async fn a_held_responder_answers_later_from_another_thread() {
     let client = client(&tls);
     let connection = connect(&client, &server).await;
     let waiting = tokio::spawn(async move { connection.request(HOLD.into(), SOON).await });
-    let mut held = recorder.take_held();
-    while held.is_empty() {
-        tokio::time::sleep(Duration::from_millis(2)).await;
-        held = recorder.take_held();
-    }
-    assert!(!held[0].is_abandoned());
-    std::thread::spawn(move || assert!(held.remove(0).reply("late"))).join().unwrap();
+    let held = recorder.first_held().await;
+    assert!(!held.is_abandoned());
+    std::thread::spawn(move || assert!(held.reply("late"))).join().unwrap();
     assert_eq!(waiting.await.unwrap().unwrap(), Bytes::from_static(b"late"));
 }
 
@@ -224,4 +220,85 @@ async fn a_link_comes_back_when_its_server_does() {
     let second = link.connection(SOON).await.unwrap();
     assert_ne!(second.id(), first.id());
     assert_eq!(second.request("ab".into(), SOON).await.unwrap(), Bytes::from_static(b"ba"));
+}
+
+/// Knows whether requests come after the end of their connection.
+#[derive(Default)]
+struct Ordered {
+    requests: AtomicU64,
+    late: AtomicU64,
+    closed: std::sync::atomic::AtomicBool,
+}
+
+impl Handler for Ordered {
+    fn handle_request(&self, _connection: &Connection, request: Bytes, responder: Responder) {
+        self.requests.fetch_add(1, Ordering::SeqCst);
+        // Widens the window in which the end may overtake.
+        std::thread::yield_now();
+        if self.closed.load(Ordering::SeqCst) {
+            self.late.fetch_add(1, Ordering::SeqCst);
+        }
+        responder.reply(request);
+    }
+
+    fn handle_closed(&self, _connection: &Connection, _reason: &CloseReason) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_request_comes_after_the_end_of_its_connection() {
+    let tls = new_tls(&[]);
+    let mut requests = 0;
+    for round in 0..20 {
+        let ordered = Arc::new(Ordered::default());
+        let server = bind(&tls, ordered.clone());
+        let client = client(&tls);
+        let connection = connect(&client, &server).await;
+        let mut tasks = tokio::task::JoinSet::new();
+        for _ in 0..100 {
+            let connection = connection.clone();
+            tasks.spawn(async move { connection.request(Bytes::from_static(&[1; 2000]), SOON).await });
+        }
+        // Ends in the middle of it, at another point each time.
+        for _ in 0..round * 3 {
+            tasks.join_next().await;
+        }
+        connection.close("in the middle");
+        while tasks.join_next().await.is_some() {}
+        let started = Instant::now();
+        while !ordered.closed.load(Ordering::SeqCst) {
+            assert!(started.elapsed() < SOON);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert_eq!(ordered.late.load(Ordering::SeqCst), 0, "round {round}");
+        requests += ordered.requests.load(Ordering::SeqCst);
+    }
+    assert!(requests > 500, "the rounds ended in the middle of something");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_crowd_that_must_prove_its_address_gets_in() {
+    let tls = new_tls(&[]);
+    let config = EndpointConfig {
+        handshakes_per_source_per_s: 100_000,
+        connect_timeout: SOON,
+        ..EndpointConfig::new(tls.clone())
+    };
+    let server = Endpoint::bind(config.clone(), v4(), Arc::new(Recorder::default())).unwrap();
+    let client = Endpoint::client(config, Arc::new(Recorder::default())).unwrap();
+    let target = server.local_addr().to_string();
+    let mut tasks = tokio::task::JoinSet::new();
+    // Far more at once than are taken without a Retry.
+    for _ in 0..4 * crate::limits::HANDSHAKES_PENDING_RETRY {
+        let (client, target) = (client.clone(), target.clone());
+        tasks.spawn(async move {
+            let connection = client.connect(&target).await.unwrap();
+            assert_eq!(connection.request("ab".into(), SOON).await.unwrap(), Bytes::from_static(b"ba"));
+            connection
+        });
+    }
+    let connections = tasks.join_all().await;
+    assert_eq!(connections.len(), 4 * crate::limits::HANDSHAKES_PENDING_RETRY);
 }
