@@ -18,6 +18,7 @@ mod random;
 mod world;
 
 pub use check::checksum;
+pub use control::NAMESPACE;
 pub use events::EventQueue;
 pub use memory::{Extent, SlotMemory};
 pub use options::{Mutation, WorldOptions};

@@ -4,7 +4,7 @@ use core::time::Duration;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::Checker;
-use super::control::{Control, ControlEvent};
+use super::control::{announcer_config, Control, ControlEvent};
 use super::events::EventQueue;
 use super::fill::Fill;
 use super::memory::SlotMemory;
@@ -17,7 +17,7 @@ use crate::load::{
     LoadAction, LoadBlock, LoadError, LoadId, LoadRequest, PeerFailure, ReadFailure, ReadId, TransportUsed,
 };
 use crate::owner::{FillError, OwnerAction, Put, PutError, PutId, Stored};
-use crate::rank::{Action, Rank, RankConfig, StoreId, StoreJob};
+use crate::rank::{Action, Rank, RankConfig, StoreId, StoreJob, RANK_NOT_JOINED};
 use crate::{Incarnation, LayoutId, RankId, SlotId, Time};
 
 /// A node's life: one process. Numbers are never used again.
@@ -93,7 +93,7 @@ impl World {
             nodes: vec![None; nodes],
             flights: BTreeMap::new(),
             ghosts: BTreeSet::new(),
-            control: Control::new(),
+            control: Control::default(),
             checker: Checker::default(),
             cut: BTreeSet::new(),
             lives_named: 0,
@@ -108,6 +108,10 @@ impl World {
         for node in 0..nodes {
             world.start(node);
         }
+        // All have joined and announced that they have nothing, unless the options forbid it.
+        world.run_until(Duration::from_secs(10), |world| {
+            world.lives.values().all(|life| life.rank.is_settled())
+        });
         world
     }
 
@@ -142,7 +146,7 @@ impl World {
         let id = LifeId(self.lives_named);
         let incarnation =
             Incarnation::new(self.random.bits()).unwrap_or(Incarnation(core::num::NonZeroU64::MIN));
-        let mut config = RankConfig::new(incarnation, self.options.pool_bytes);
+        let mut config = RankConfig::new(announcer_config(node, incarnation), self.options.pool_bytes);
         config.owner.extent_bytes = self.options.extent_bytes;
         config.owner.checksums = self.options.checksums;
         config.load.verify = self.options.verify;
@@ -175,7 +179,8 @@ impl World {
         let Some(life) = self.lives.remove(&id) else { return };
         self.checker.life_ended(id);
         self.flights.retain(|_, flight| flight.reader != id);
-        let (number, incarnation) = (life.rank.number(), life.rank.incarnation());
+        let incarnation = life.rank.incarnation();
+        let number = life.rank.member().map_or(RANK_NOT_JOINED, |member| member.rank);
         let broken: Vec<FlightId> =
             self.flights.iter().filter(|(_, flight)| flight.owner == id).map(|(flight, _)| *flight).collect();
         for flight in broken {
@@ -449,7 +454,10 @@ impl World {
                     let all = self.stored(store).iter().all(Option::is_some);
                     assert!(all, "{store:?} ended before its puts");
                 }
-                Action::ClearDone { clear } => self.clear_done(id, clear),
+                Action::Locate { locate, ns, keys, .. } => self.locate(id, locate, ns, &keys),
+                Action::ReportMisses { reports, records } => self.report_misses(id, reports, &records),
+                Action::Directory(action) => self.directory_action(id, *action),
+                Action::AcknowledgeClear(ack) => self.acknowledge_clear(id, ack),
             }
         }
     }
@@ -493,8 +501,9 @@ impl World {
                     fill.aborted = true;
                 }
             }
-            OwnerAction::PutDone { .. } => unreachable!("a rank tells of puts by itself"),
-            OwnerAction::Announce(announcement) => self.announce(id, announcement),
+            OwnerAction::PutDone { .. } | OwnerAction::Announce(_) => {
+                unreachable!("a rank deals with these itself")
+            }
         }
     }
 
@@ -525,7 +534,6 @@ impl World {
 
     fn load_action(&mut self, id: LifeId, action: LoadAction) {
         match action {
-            LoadAction::Locate { locate, ns, keys, .. } => self.locate(id, locate, ns, &keys),
             LoadAction::Connect { rank, incarnation } => {
                 let delay = self.random.delay(self.options.delay_min, 4 * self.options.delay_max);
                 self.events.push(self.now.after(delay), Event::Connected(id, rank, incarnation));
@@ -544,9 +552,8 @@ impl World {
                 });
             }
             LoadAction::Abort { read } => self.abort(id, read),
-            LoadAction::MissReport { report, fingerprint, rank, incarnation, generation, reason } => {
-                let member = crate::wire::Member { rank, incarnation };
-                self.report_miss(id, report, fingerprint, member, generation, reason);
+            LoadAction::Locate { .. } | LoadAction::MissReport { .. } => {
+                unreachable!("a rank deals with these itself")
             }
             LoadAction::NotifyScheduler { keys } => self.notified.extend(keys),
             LoadAction::Touch { incarnation, entries, .. } => self.touch(incarnation, &entries),
