@@ -472,7 +472,7 @@ fn cold_extents_move_to_a_busy_slab() {
         assert_eq!(bench.store(put(number)), Ok(Stored::Filled));
     }
     // Another group gets the last extent and turns it over, while nobody asks for the first group's blocks.
-    for number in 0..4000 {
+    for number in 0..1500 {
         assert_eq!(bench.store(Put { group_id: 1, ..put(10_000 + number) }), Ok(Stored::Filled));
     }
     let busy: u32 = bench.owner.slabs().filter(|slab| slab.group_id == 1).map(|slab| slab.slots).sum();
