@@ -49,29 +49,58 @@ pub(super) struct Entry {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Node {
     pub(super) link: Link,
-    /// The owner's clock at the last insertion or touch.
+    /// The clock at the last insertion or touch.
     pub(super) tick: u64,
-    /// The policy's list.
-    pub(super) list: u8,
-    /// The policy's class or count.
+    /// The policy's class.
     pub(super) class: u8,
+    /// The policy's class once the object has a child.
+    pub(super) class_with_child: u8,
+    /// Children it ever had while resident, saturating.
+    pub(super) children_ever: u8,
 }
 
 impl Node {
-    pub(super) const NEW: Self = Self { link: Link::NONE, tick: 0, list: 0, class: 0 };
+    pub(super) const NEW: Self =
+        Self { link: Link::NONE, tick: 0, class: 0, class_with_child: 0, children_ever: 0 };
 }
 
-/// The policy nodes of all entries.
+/// The policy nodes of all entries, and the clock of insertions and touches by which policies measure age.
 #[derive(Debug, Default)]
-pub struct Nodes(pub(super) Vec<Node>);
+pub struct Nodes {
+    nodes: Vec<Node>,
+    pub(super) clock: u64,
+}
+
+impl Nodes {
+    pub(super) fn get(&self, index: u32) -> &Node {
+        &self.nodes[index as usize]
+    }
+
+    pub(super) fn get_mut(&mut self, index: u32) -> &mut Node {
+        &mut self.nodes[index as usize]
+    }
+
+    /// Makes the node of an entry that was just inserted; indices grow by one at most.
+    pub(super) fn reset(&mut self, index: u32) {
+        match self.nodes.get_mut(index as usize) {
+            Some(node) => *node = Node::NEW,
+            None => self.nodes.push(Node::NEW),
+        }
+    }
+
+    /// Insertions and touches since the node's last.
+    pub(super) fn age(&self, index: u32) -> u64 {
+        self.clock - self.get(index).tick
+    }
+}
 
 impl Links for Nodes {
     fn link(&self, index: u32) -> Link {
-        self.0[index as usize].link
+        self.get(index).link
     }
 
     fn link_mut(&mut self, index: u32) -> &mut Link {
-        &mut self.0[index as usize].link
+        &mut self.get_mut(index).link
     }
 }
 

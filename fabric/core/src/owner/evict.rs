@@ -92,7 +92,7 @@ impl Owner {
         self.stats.evicted += 1;
         let slab = &mut self.space.slabs[self.entries.get(at).slab as usize];
         slab.evictions += 1;
-        slab.eviction_age = self.clock - self.nodes.0[at as usize].tick;
+        slab.eviction_age = self.nodes.age(at);
         self.unpublish(at, Departure::Evicted, true);
     }
 
@@ -116,7 +116,7 @@ impl Owner {
         }
         let extent = self.space.slots[slot.0 as usize].extent;
         let place = &mut self.space.extents[extent as usize];
-        place.ticks -= self.nodes.0[at as usize].tick;
+        place.ticks -= self.nodes.get(at).tick;
         if let ExtentState::Moving { .. } = place.state {
             self.space.slots[slot.0 as usize].state = SlotState::Retired;
         } else {
@@ -183,7 +183,7 @@ impl Owner {
         let ExtentState::Assigned { slab: richest } = place.state else { return };
         let richer =
             self.space.slabs[richest as usize].length_bytes() > bytes.saturating_add(place.length_bytes);
-        if richer && self.clock - place.mean_tick() >= age.saturating_mul(BALANCE_AGE_RATIO) {
+        if richer && self.nodes.clock - place.mean_tick() >= age.saturating_mul(BALANCE_AGE_RATIO) {
             self.move_extent(extent, slab, ready_at);
         }
     }
@@ -245,7 +245,12 @@ impl Owner {
             let record = self.entries.get_mut(parent);
             record.children += 1;
             let serial = record.serial;
+            let (published, home) = (record.state == EntryState::Published, record.slab);
             self.entries.get_mut(at).counted_by = (parent, serial);
+            if published {
+                let grandparent = self.resident_parent(parent);
+                self.space.slabs[home as usize].policy.adopt(&mut self.nodes, parent, grandparent);
+            }
         }
     }
 

@@ -80,7 +80,7 @@ impl Owner {
                 assert_eq!(cell.extent, index);
                 match cell.state {
                     SlotState::Filling => filling += 1,
-                    SlotState::Published => ticks += self.nodes.0[cell.link as usize].tick,
+                    SlotState::Published => ticks += self.nodes.get(cell.link).tick,
                     SlotState::Retired => assert!(moving),
                     SlotState::Free | SlotState::Quarantine => {}
                 }

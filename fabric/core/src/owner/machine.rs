@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::config::CLEARED_NAMESPACES_MAX;
-use super::entry::{Entries, Entry, EntryState, Node, Nodes};
+use super::entry::{Entries, Entry, EntryState, Nodes};
 use super::list::{List, NIL};
+use super::policy::Newcomer;
 use super::put::Puts;
 use super::space::{stride_bytes, ExtentState, Pending, SlotState, Space};
 use super::{
@@ -13,6 +14,11 @@ use super::{
 use crate::hash::{next_generation, KeyHash};
 use crate::word::Word;
 use crate::{limits, Fingerprint, Generation, LayoutId, NsEpoch, NsId, SlotId, Time};
+
+/// Storing a resident key counts as a use of it only if its last use lies back further than this many uses of others
+/// and than this share of the residents: engines store restored blocks again (design 1.5).
+const RESTORE_TICKS_MIN: u64 = 64;
+const RESTORE_DIVISOR: u64 = 16;
 
 /// A published object of this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,8 +107,6 @@ pub struct Owner {
     pub(super) config: OwnerConfig,
     /// The last generation that was given out.
     generation: Generation,
-    /// Counts insertions and touches.
-    pub(super) clock: u64,
     pub(super) actions: VecDeque<OwnerAction>,
     pub(super) entries: Entries,
     pub(super) nodes: Nodes,
@@ -134,7 +138,6 @@ impl Owner {
         Ok(Self {
             config,
             generation: Generation(0),
-            clock: 0,
             actions: VecDeque::new(),
             entries: Entries::default(),
             nodes: Nodes::default(),
@@ -369,7 +372,10 @@ impl Owner {
             return Err(PutError::LayoutConflict);
         }
         if entry.state == EntryState::Published {
-            self.touch(at);
+            // An engine stores again what it has just loaded; that is one use, not two.
+            if self.nodes.age(at) > RESTORE_TICKS_MIN.max(self.stats.resident / RESTORE_DIVISOR) {
+                self.touch(at);
+            }
             self.finish(put, Ok(Stored::Resident));
             return Ok(());
         }
@@ -414,11 +420,7 @@ impl Owner {
             serial: 0,
             state: EntryState::Waiting,
         });
-        if self.nodes.0.len() <= at as usize {
-            self.nodes.0.push(Node::NEW);
-        } else {
-            self.nodes.0[at as usize] = Node::NEW;
-        }
+        self.nodes.reset(at);
         self.puts.attach(&mut self.entries.get_mut(at).puts, put, at, request.ns_epoch);
         match room {
             Room::Slot(slot) => self.fill(at, slot),
@@ -529,10 +531,12 @@ impl Owner {
         self.space.extents[extent as usize].ticks += clock;
         self.stats.filling -= 1;
         self.stats.resident += 1;
-        self.nodes.0[at as usize].tick = clock;
-        let (fingerprint, parent) = (self.entries.get(at).fingerprint(), self.resident_parent(at));
-        let slab = self.entries.get(at).slab;
-        self.space.slabs[slab as usize].policy.insert(&mut self.nodes, at, fingerprint, parent);
+        self.nodes.get_mut(at).tick = clock;
+        let parent = self.resident_parent(at);
+        let entry = self.entries.get(at);
+        let newcomer =
+            Newcomer { entry: at, fingerprint: entry.fingerprint(), parent, has_child: entry.children > 0 };
+        self.space.slabs[entry.slab as usize].policy.insert(&mut self.nodes, newcomer);
         if let ExtentState::Moving { .. } = self.space.extents[extent as usize].state {
             self.evict(at);
         }
@@ -624,8 +628,8 @@ impl Owner {
     }
 
     fn tick(&mut self) -> u64 {
-        self.clock += 1;
-        self.clock
+        self.nodes.clock += 1;
+        self.nodes.clock
     }
 
     fn touch(&mut self, at: u32) {
@@ -633,7 +637,7 @@ impl Owner {
         let entry = self.entries.get(at);
         let extent = self.space.slots[entry.slot.0 as usize].extent;
         let slab = entry.slab;
-        let node = &mut self.nodes.0[at as usize];
+        let node = self.nodes.get_mut(at);
         let ticks = &mut self.space.extents[extent as usize].ticks;
         *ticks = *ticks - node.tick + clock;
         node.tick = clock;
