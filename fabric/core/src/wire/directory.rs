@@ -1,101 +1,21 @@
-//! Messages to and from the directory (design 1.7, 1.9).
+//! What is offered, and who asks for it: namespaces, PUBLISH, LOOKUP, LOCATE, misses, CLEAR (design 1.7, 1.9).
 
 use serde::{Deserialize, Serialize};
 
+use super::membership::{Member, RANKS_MAX};
 use super::records::{Bitmap, Fields, FixedRecord, Records};
-use super::text::{Advertised, EngineKey, Name, NsName, NsNumber};
+use super::text::{EngineKey, NsName, NsNumber};
 use crate::limits::{FRAME_BYTES_MAX, LOOKUP_KEYS_MAX, PUBLISH_OPS_MAX, REPLICAS_PER_ANSWER_MAX};
 use crate::load::{MissReason, Replica, Replicas};
 use crate::owner::Announcement;
 use crate::{Fingerprint, Generation, Incarnation, NsEpoch, RankId, SlotId};
 
-/// Most ranks that a directory admits: a cell of 4k GPUs (design 3.3) has as many ranks, twice over for two processes a
-/// GPU, twice over for spares.
-pub const RANKS_MAX: usize = 16_384;
 /// Most replicas in one LOCATE answer: 2 MiB. Up to 32,768 keys get [`REPLICAS_PER_ANSWER_MAX`] each.
 pub const REPLICAS_PER_MESSAGE_MAX: usize = 131_072;
 /// Most reports in one MISS_REPORT: a whole LOCATE answer may have failed.
 pub const MISS_REPORTS_MAX: usize = LOOKUP_KEYS_MAX;
 /// Most namespaces that a directory numbers: one for each (tenant class, model) of a cell.
 pub const NAMESPACES_MAX: usize = 65_536;
-
-/// A rank as the directory knows it. Every message of a rank carries both numbers: the first finds it, the second proves
-/// that no other life of the rank is meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Member {
-    /// Number given by JOIN.
-    pub rank: RankId,
-    /// The process.
-    pub incarnation: Incarnation,
-}
-
-/// Asks for membership.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Join<'a> {
-    /// Cluster.
-    #[serde(borrow)]
-    pub cluster: Name<'a>,
-    /// Name of the rank.
-    #[serde(borrow)]
-    pub name: Name<'a>,
-    /// Name of its engine.
-    #[serde(borrow)]
-    pub engine: Name<'a>,
-    /// The process.
-    pub incarnation: Incarnation,
-    /// Where it can be reached.
-    #[serde(borrow)]
-    pub advertised: Advertised<'a>,
-}
-
-/// Answer to JOIN.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum JoinReply {
-    /// Admitted. Its entries become visible as it announces them.
-    Joined(Joined),
-    /// Another process of that name is connected.
-    NameInUse,
-    /// This incarnation was closed: a newer one was admitted, or it left. It never comes back.
-    Closed,
-    /// The directory serves another cluster.
-    ClusterMismatch,
-    /// The directory has no room for another rank.
-    Full,
-}
-
-/// What an admitted rank needs to know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Joined {
-    /// The rank's number, unique over all lives of the directory.
-    pub rank: RankId,
-    /// The directory's life.
-    pub session: u64,
-    /// Opens the liveness connection ([`Attach`]); known to this rank only.
-    pub liveness_token: u64,
-}
-
-/// Ends a membership: the incarnation is closed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Leave {
-    /// Who leaves.
-    pub member: Member,
-}
-
-/// First message on a liveness connection: its end is the end of the rank's visibility (design 1.9).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Attach {
-    /// Whose connection this is.
-    pub member: Member,
-    /// From [`Joined`].
-    pub liveness_token: u64,
-}
-
-/// Sign of life on a liveness connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ping {
-    /// Load of the rank, 0..=255: lookups prefer the least loaded owners (design 4).
-    pub load: u8,
-}
 
 /// Asks for the directory's number of a namespace. Said by ranks before they publish, and by readers before they look up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -288,7 +208,7 @@ pub struct LookupReply<'a> {
 
 /// Answer to LOCATE: the replicas of each key, best first.
 ///
-/// Ranks are named once and replicas refer to them by index. How to reach a rank is asked with [`Who`] when it is
+/// Ranks are named once and replicas refer to them by index. How to reach a rank is asked with [`Who`](super::Who) when it is
 /// connected to for the first time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct LocateReply<'a> {
@@ -543,100 +463,6 @@ pub struct ClearAck {
     pub clear: u64,
     /// Whether it was done; false if the rank could not.
     pub done: bool,
-}
-
-/// Asks how to reach a rank. Readers ask once, before they connect.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Who {
-    /// The rank.
-    pub member: Member,
-}
-
-/// Answer to [`Who`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum WhoReply<'a> {
-    /// The rank is, or was a moment ago, there.
-    #[serde(borrow)]
-    Known(RankInfo<'a>),
-    /// No such rank: its incarnation was closed, or the directory started anew.
-    Unknown,
-}
-
-/// How to reach a rank.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RankInfo<'a> {
-    /// Name.
-    #[serde(borrow)]
-    pub name: Name<'a>,
-    /// Name of its engine.
-    #[serde(borrow)]
-    pub engine: Name<'a>,
-    /// Addresses.
-    #[serde(borrow)]
-    pub advertised: Advertised<'a>,
-    /// Whether it is connected to the directory and answers.
-    pub live: bool,
-}
-
-/// Figures of a directory. Counters count from its start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stats {
-    /// The directory's life.
-    pub session: u64,
-    /// Keys in the table, those of hidden ranks included.
-    pub keys: u64,
-    /// Replicas in the table.
-    pub replicas: u64,
-    /// Memory of the table, bytes.
-    pub table_bytes: u64,
-    /// Most memory that the table may take, bytes.
-    pub table_bytes_max: u64,
-    /// Ranks connected and answering.
-    pub ranks_live: u32,
-    /// Ranks that are hidden until they answer or come back.
-    pub ranks_hidden: u32,
-    /// Incarnations that are closed for ever.
-    pub incarnations_closed: u64,
-    /// Namespaces numbered.
-    pub namespaces: u32,
-    /// Pairs (engine, owner) that are hidden from each other.
-    pub hides: u32,
-    /// PUBLISH messages applied.
-    pub publishes: u64,
-    /// PUBLISH messages that had been applied before.
-    pub publishes_duplicate: u64,
-    /// PUBLISH messages that came too early.
-    pub publishes_gap: u64,
-    /// PUBLISH messages of unknown ranks, dead incarnations or foreign connections.
-    pub publishes_foreign: u64,
-    /// Publications taken.
-    pub puts: u64,
-    /// Publications that lost against a later generation of the same rank.
-    pub puts_stale: u64,
-    /// Publications refused for a cleared epoch.
-    pub puts_cleared: u64,
-    /// Publications refused for lack of memory.
-    pub puts_full: u64,
-    /// Publications refused because enough ranks offer the key.
-    pub puts_crowded: u64,
-    /// Removals that found their entry.
-    pub removes: u64,
-    /// Removals that found nothing, or another generation.
-    pub removes_stale: u64,
-    /// Entries removed after a stale read.
-    pub misses_stale: u64,
-    /// Reports of a tag mismatch: an alarm.
-    pub misses_tag: u64,
-    /// Reports of a checksum mismatch: an alarm.
-    pub misses_checksum: u64,
-    /// Reports of an unreachable owner.
-    pub misses_unreachable: u64,
-    /// Entries of closed ranks and cleared namespaces removed in passing.
-    pub swept: u64,
-    /// CLEAR requests.
-    pub clears: u64,
-    /// CLEAR requests that not every rank acknowledged in time.
-    pub clears_incomplete: u64,
 }
 
 const _: () = {

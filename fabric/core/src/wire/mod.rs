@@ -14,8 +14,10 @@
 
 mod directory;
 mod fuzz;
+mod membership;
 mod rank;
 mod records;
+mod stats;
 mod text;
 
 #[cfg(test)]
@@ -26,8 +28,10 @@ use thiserror::Error;
 
 pub use directory::*;
 pub use fuzz::{fuzz_reply, fuzz_request};
+pub use membership::*;
 pub use rank::*;
 pub use records::{Bitmap, FixedRecord, Records, RecordsError};
+pub use stats::*;
 pub use text::*;
 
 use crate::limits::{FRAME_BYTES_MAX, PROTOCOL_VERSION};

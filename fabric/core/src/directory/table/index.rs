@@ -95,6 +95,11 @@ impl Segment {
         (self.used + 1) * 8 > self.homes * 7
     }
 
+    /// Whether a key fits at all: beyond this load, ways from home grow out of bounds.
+    fn has_room(&self) -> bool {
+        (self.used + 1) * 32 <= self.homes * 31
+    }
+
     /// Rebuilds the segment with `homes` homes; false, and unchanged, if its end overflows.
     fn rebuild(&mut self, homes: usize) -> bool {
         let mut slots = vec![0; homes + TAIL];
@@ -248,7 +253,14 @@ impl Index {
         };
         let (slots_before, homes_before) = (segment.slots.len(), segment.homes);
         let slots_max = slots_before.saturating_add(usize::try_from(bytes_left / 8).unwrap_or(usize::MAX));
-        let mut homes = if segment.is_full() { Segment::grown(segment.homes) } else { segment.homes };
+        let mut homes = segment.homes;
+        if segment.is_full() {
+            homes = Segment::grown(homes);
+            // Without memory to grow, probing gets slower before keys are refused.
+            if homes + TAIL > slots_max && segment.has_room() {
+                homes = segment.homes;
+            }
+        }
         let added = loop {
             if homes != segment.homes {
                 if homes + TAIL > slots_max {
