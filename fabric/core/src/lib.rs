@@ -12,6 +12,7 @@ pub mod limits;
 pub mod load;
 pub mod owner;
 pub mod rank;
+pub mod spans;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod types;

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use crate::{OutOfBounds, Region};
+use crate::copy::OpaqueCopy;
+use crate::{Checksum, OutOfBounds, Region};
 
 /// One contiguous piece. Laid out like `struct iovec`, so that a list can go to vectored system calls as it is.
 #[derive(Clone, Copy, Debug)]
@@ -114,7 +115,7 @@ impl ScatterList {
         let mut spans: Vec<(usize, usize)> =
             self.segments.iter().map(|s| (s.base as usize, s.length_bytes)).collect();
         spans.sort_unstable();
-        spans.windows(2).any(|pair| pair[0].0 + pair[0].1 > pair[1].0)
+        spans.iter().zip(spans.iter().skip(1)).any(|(span, next)| span.0.saturating_add(span.1) > next.0)
     }
 
     /// Copies the object out into `out`, which must be exactly as long.
@@ -123,15 +124,8 @@ impl ScatterList {
     /// [`OutOfBounds`] when the lengths differ.
     pub fn read_object(&self, out: &mut [u8]) -> Result<(), OutOfBounds> {
         self.check_length(out.len())?;
-        let mut at = 0;
-        for segment in &self.segments {
-            // SAFETY: the segment lies inside a region this list holds (invariant of `push`), and `check_length` bounds
-            // the destination.
-            unsafe {
-                std::ptr::copy_nonoverlapping(segment.base, out.as_mut_ptr().add(at), segment.length_bytes);
-            }
-            at += segment.length_bytes;
-        }
+        // SAFETY: `out` is a slice of the length given.
+        unsafe { ScatterCursor::default().gather(self, out.as_mut_ptr(), out.len()) };
         Ok(())
     }
 
@@ -141,15 +135,60 @@ impl ScatterList {
     /// [`OutOfBounds`] when the lengths differ.
     pub fn write_object(&self, object: &[u8]) -> Result<(), OutOfBounds> {
         self.check_length(object.len())?;
-        let mut at = 0;
-        for segment in &self.segments {
-            // SAFETY: as in `read_object`, with source and destination exchanged.
-            unsafe {
-                std::ptr::copy_nonoverlapping(object.as_ptr().add(at), segment.base, segment.length_bytes);
-            }
-            at += segment.length_bytes;
-        }
+        // SAFETY: `object` is a slice of the length given.
+        unsafe { ScatterCursor::default().scatter(self, object.as_ptr(), object.len(), None) };
         Ok(())
+    }
+
+    /// xxh3-64 of the object, 0 replaced by 1.
+    #[must_use]
+    pub fn checksum(&self) -> u64 {
+        let mut checksum = Checksum::new();
+        for segment in &self.segments {
+            // SAFETY: the segment lies inside a region this list holds (invariant of `push`).
+            unsafe { checksum.update_raw(segment.base, segment.length_bytes) };
+        }
+        checksum.finish()
+    }
+
+    /// A list of the object's bytes `[offset, offset + length_bytes)` alone, for reads that are split.
+    ///
+    /// # Errors
+    /// [`OutOfBounds`] when the range does not lie inside the object.
+    pub fn part(&self, offset: u64, length_bytes: u64) -> Result<Self, OutOfBounds> {
+        match offset.checked_add(length_bytes) {
+            Some(end) if end <= self.total_bytes => {}
+            _ => {
+                let clamp = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
+                return Err(OutOfBounds {
+                    offset: clamp(offset),
+                    length_bytes: clamp(length_bytes),
+                    region_bytes: clamp(self.total_bytes),
+                });
+            }
+        }
+        let mut part =
+            Self { regions: self.regions.clone(), segments: Vec::new(), total_bytes: length_bytes };
+        let (mut skip, mut wanted) = (offset, length_bytes);
+        for segment in &self.segments {
+            let length = segment.length_bytes as u64;
+            if wanted == 0 {
+                break;
+            }
+            if skip >= length {
+                skip -= length;
+                continue;
+            }
+            let taken = wanted.min(length - skip);
+            #[allow(clippy::cast_possible_truncation)] // Both are at most `segment.length_bytes`, a usize.
+            part.segments.push(Segment {
+                base: segment.base.wrapping_add(skip as usize),
+                length_bytes: taken as usize,
+            });
+            skip = 0;
+            wanted -= taken;
+        }
+        Ok(part)
     }
 
     fn check_length(&self, length_bytes: usize) -> Result<(), OutOfBounds> {
@@ -160,3 +199,84 @@ impl ScatterList {
         }
     }
 }
+
+/// A place in a scatter list up to which bytes have been moved.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ScatterCursor {
+    segment: usize,
+    /// Bytes of that segment already moved.
+    offset: usize,
+}
+
+impl ScatterCursor {
+    /// The next piece of at most `bytes_max` bytes; the cursor moves past it.
+    #[inline]
+    fn take(&mut self, list: &ScatterList, bytes_max: usize) -> Option<(*mut u8, usize)> {
+        let segment = list.segments.get(self.segment)?;
+        let left = segment.length_bytes.saturating_sub(self.offset);
+        let base = segment.base.wrapping_add(self.offset);
+        if left <= bytes_max {
+            self.segment += 1;
+            self.offset = 0;
+            Some((base, left))
+        } else {
+            self.offset += bytes_max;
+            Some((base, bytes_max))
+        }
+    }
+
+    /// Copies `length_bytes` from `source` into the list from the cursor on, hashing each piece after it landed. Returns
+    /// how much was copied: less only where the list ends early.
+    ///
+    /// # Safety
+    /// `[source, source + length_bytes)` must be mapped for reading and lie outside the list's pieces. Others may write
+    /// it meanwhile.
+    pub(crate) unsafe fn scatter(
+        &mut self,
+        list: &ScatterList,
+        source: *const u8,
+        length_bytes: usize,
+        mut checksum: Option<&mut Checksum>,
+    ) -> usize {
+        let copy = OpaqueCopy::get();
+        let mut done = 0;
+        while done < length_bytes {
+            let Some((base, part)) = self.take(list, length_bytes - done) else { break };
+            // SAFETY: the piece lies inside a region that the list holds (invariant of `push`); the caller promises the
+            // source.
+            unsafe {
+                copy.copy(base, source.add(done), part);
+                if let Some(checksum) = checksum.as_deref_mut() {
+                    checksum.update_raw(base, part);
+                }
+            }
+            done += part;
+        }
+        done
+    }
+
+    /// Copies `length_bytes` out of the list from the cursor on to `destination`. Returns how much was copied: less only
+    /// where the list ends early.
+    ///
+    /// # Safety
+    /// `[destination, destination + length_bytes)` must be mapped for writing and lie outside the list's pieces.
+    pub(crate) unsafe fn gather(
+        &mut self,
+        list: &ScatterList,
+        destination: *mut u8,
+        length_bytes: usize,
+    ) -> usize {
+        let copy = OpaqueCopy::get();
+        let mut done = 0;
+        while done < length_bytes {
+            let Some((base, part)) = self.take(list, length_bytes - done) else { break };
+            // SAFETY: as in `scatter`, with source and destination exchanged.
+            unsafe { copy.copy(destination.add(done), base, part) };
+            done += part;
+        }
+        done
+    }
+}
+
+#[cfg(test)]
+mod tests;

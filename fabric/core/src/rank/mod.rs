@@ -469,6 +469,11 @@ impl Rank {
         self.owner.resident(fingerprint)
     }
 
+    /// See [`Owner::published`].
+    pub fn published(&self) -> impl Iterator<Item = crate::owner::Announcement> + '_ {
+        self.owner.published()
+    }
+
     /// See [`Owner::slabs`].
     pub fn slabs(&self) -> impl Iterator<Item = SlabRecord> + '_ {
         self.owner.slabs()
