@@ -4,6 +4,8 @@
 //! Replay one seed with `KVFABRIC_SEED=<seed> cargo test -p kvfabric-core --test pair_random`; more seeds with
 //! `KVFABRIC_SEEDS=<count>`.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test's checks.
+
 use std::time::Duration;
 
 use kvfabric_core::load::{LoadId, VerifyPolicy};

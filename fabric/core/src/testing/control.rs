@@ -23,6 +23,8 @@ pub const NAMESPACE: NsName = NsName([7; 16]);
 const RECONNECT: Duration = Duration::from_millis(100);
 /// Signs of life on the liveness connection.
 const PING: Duration = Duration::from_millis(200);
+/// A connection over a cut network breaks after this long.
+const IDLE_TIMEOUT: Duration = Duration::from_millis(1_500);
 /// A rank that was not heard for this long is hidden.
 const PEER_TIMEOUT: Duration = Duration::from_secs(1);
 const CLUSTER: &str = "world";
@@ -55,6 +57,8 @@ pub(super) enum ControlEvent {
     Closed(ConnectionId),
     /// A life notices that its connection is gone.
     Disconnected(LifeId, ConnectionId),
+    /// A connection that carried nothing for long is given up by both ends.
+    IdleTimeout(LifeId, ConnectionId),
 }
 
 /// The connections of one life.
@@ -139,6 +143,12 @@ impl World {
     /// No control message passes between a node and the directory until healed.
     pub fn cut_directory(&mut self, node: usize) {
         self.control.cut.insert(node);
+        for (life, connections) in self.control.connections.clone() {
+            if self.control.node_of(life) == Some(node) {
+                let event = ControlEvent::IdleTimeout(life, connections.control);
+                self.events.push(self.now.after(IDLE_TIMEOUT), Event::Control(event));
+            }
+        }
     }
 
     /// Undoes [`World::cut_directory`].
@@ -249,6 +259,20 @@ impl World {
         self.drain(id);
     }
 
+    /// Both ends of a life's connections learn that they are gone.
+    fn break_connection(&mut self, id: LifeId, connection: ConnectionId) {
+        let Some(known) = self.control.connections.get(&id).copied() else { return };
+        if known.control != connection {
+            return;
+        }
+        let mut events = vec![ControlEvent::Disconnected(id, connection), ControlEvent::Closed(connection)];
+        events.extend(known.liveness.map(ControlEvent::Closed));
+        for event in events {
+            let delay = self.random.delay(self.options.delay_min, self.options.delay_max);
+            self.events.push(self.now.after(delay), Event::Control(event));
+        }
+    }
+
     fn name_connection(&mut self, id: LifeId) -> ConnectionId {
         self.control.connections_named += 1;
         let connection = ConnectionId(self.control.connections_named);
@@ -286,8 +310,18 @@ impl World {
         self.deliver(id, ControlEvent::Request(id, connection, waiter, frame));
     }
 
+    /// A request or reply that is lost stands for one that came too late. What the directory says by itself it says
+    /// once over a reliable stream: losing it breaks the connection.
     fn deliver(&mut self, id: LifeId, event: ControlEvent) {
-        if self.is_cut(id) || self.random.one_in(self.options.loss_odds) {
+        if self.is_cut(id) {
+            return;
+        }
+        if self.random.one_in(self.options.loss_odds) {
+            if let ControlEvent::ClearRank(_, connection, _) | ControlEvent::ClearAck(_, connection, _) =
+                event
+            {
+                self.break_connection(id, connection);
+            }
             return;
         }
         let twice = match &event {
@@ -387,6 +421,11 @@ impl World {
         match event {
             ControlEvent::Connect(id) => self.try_connect(id),
             ControlEvent::Disconnected(id, connection) => self.disconnected(id, connection),
+            ControlEvent::IdleTimeout(id, connection) => {
+                if self.is_cut(id) {
+                    self.break_connection(id, connection);
+                }
+            }
             ControlEvent::Ping(id, connection) => self.ping(id, connection),
             ControlEvent::Request(id, connection, waiter, frame) => {
                 self.request(id, connection, waiter, &frame)

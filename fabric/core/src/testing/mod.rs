@@ -15,6 +15,7 @@ mod options;
 mod payload;
 mod provider;
 mod random;
+mod reads;
 mod world;
 
 pub use check::checksum;
