@@ -360,6 +360,7 @@ fn print_end(totals: &Totals, blocks_total: u64, elapsed: Duration, printer: Pri
     }
     row("store", Some(counts.stored + counts.resident), counts.bytes_stored, 0.0, &totals.stores);
     printer.text(&table.render())?;
+    printer.text("GB/s over the time of the loads, added up; GB = 10^9 bytes")?;
     #[allow(clippy::cast_precision_loss)] // Two digits are printed.
     let share = 100.0 * totals.prefix_hits as f64 / blocks_total.max(1) as f64;
     printer.text(&format!(
