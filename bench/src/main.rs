@@ -1,7 +1,7 @@
 //! `kvfabric-bench`: benchmarks that verify their bytes and report CPU seconds per GB.
 
 mod lookup;
-mod lookup_core;
+
 mod plan;
 mod policy;
 mod ranges_shm;
@@ -50,9 +50,9 @@ enum Bench {
         /// Windows of each side in each row.
         #[arg(long, default_value_t = 3)]
         rounds: usize,
-        /// Reads in flight.
-        #[arg(long, default_value_t = 8)]
-        depth: usize,
+        /// Reads in flight [default: 1 on shm, 8 on tcp].
+        #[arg(long)]
+        depth: Option<usize>,
     },
     /// The directory: its table alone, then over the network with a real service.
     Lookup {
@@ -85,7 +85,7 @@ enum Bench {
         room: Vec<u64>,
     },
     /// The serving half of a benchmark; started by the benchmark itself.
-    #[command(hide = true)]
+    #[command(hide = true, name = ranges_tcp::CHILD_COMMAND)]
     TcpChild {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
@@ -108,22 +108,24 @@ fn run(cli: Cli) -> Result<()> {
         Bench::Plan { seconds } => plan::run(seconds, json),
         Bench::Ranges { transport, seconds, rounds, depth } => {
             if !matches!(transport, Some(Transport::Tcp)) {
+                let defaults = ranges_shm::RangesOptions::default();
                 let options = ranges_shm::RangesOptions {
-                    depth,
+                    depth: depth.unwrap_or(defaults.depth),
                     rounds,
                     window: Duration::from_secs_f64(seconds),
-                    ..ranges_shm::RangesOptions::default()
+                    ..defaults
                 };
                 ranges_shm::run_and_print(&options, json)?;
             }
             if !matches!(transport, Some(Transport::Shm)) {
-                let options = ranges_tcp::Options { seconds, rounds, depth, ..ranges_tcp::Options::default() };
-                ranges_tcp::run_and_print(&options, json)?;
+                let defaults = ranges_tcp::Options::default();
+                let depth = depth.unwrap_or(defaults.depth);
+                ranges_tcp_rows(&ranges_tcp::Options { seconds, rounds, depth, ..defaults }, json)?;
             }
             Ok(())
         }
         Bench::Lookup { keys, batch, clients, in_flight, seconds, publish_rate } => {
-            lookup_core::run(keys, usize::try_from(batch)?, seconds, json)?;
+
             let options = lookup::Options { keys, batch, clients, in_flight, seconds, publish_rate };
             let mut out = std::io::stdout();
             if !json {
@@ -145,4 +147,46 @@ fn run(cli: Cli) -> Result<()> {
         Bench::Policy { traces, room } => policy::run(&traces, &room, json),
         Bench::TcpChild { arguments } => ranges_tcp::serve_child(&arguments),
     }
+}
+
+fn ranges_tcp_rows(options: &ranges_tcp::Options, json: bool) -> Result<()> {
+    let mut out = std::io::stdout();
+    if !json {
+        writeln!(
+            out,
+            "{:<5} {:<6} {:>11} {:>6} {:>5} {:>7} {:>7} {:>6} {:>9} {:>9} {:>9} {:>6} {:>8} {:>6}",
+            "path", "verify", "range bytes", "ranges", "depth", "GB/s", "socket", "ratio", "p50 us", "socket", "p99 us",
+            "ratio", "cpu s/GB", "ratio"
+        )?;
+    }
+    let mut failed = None;
+    ranges_tcp::run(options, &mut |row| {
+        let number = |value: &serde_json::Value| value.as_f64().unwrap_or(f64::NAN);
+        let printed = if json {
+            writeln!(out, "{row}")
+        } else {
+            writeln!(
+                out,
+                "{:<5} {:<6} {:>11} {:>6} {:>5} {:>7.2} {:>7.2} {:>6.2} {:>9.1} {:>9.1} {:>9.1} {:>6.2} {:>8.3} {:>6.2}",
+                row["transport"].as_str().unwrap_or(""),
+                row["verify"].as_str().unwrap_or(""),
+                row["range_bytes"],
+                row["ranges"],
+                row["depth"],
+                number(&row["gbps"]),
+                number(&row["baseline"]["gbps"]),
+                number(&row["ratio_gbps"]),
+                number(&row["p50_us"]),
+                number(&row["baseline"]["p50_us"]),
+                number(&row["p99_us"]),
+                number(&row["ratio_p50"]),
+                number(&row["cpu_s_per_gb"]),
+                number(&row["ratio_cpu"]),
+            )
+        };
+        if let Err(error) = printed {
+            failed = Some(error);
+        }
+    })?;
+    failed.map_or(Ok(()), |error| Err(error.into()))
 }
