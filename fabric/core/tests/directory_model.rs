@@ -7,6 +7,9 @@
 //! A failing history prints its seed. Replay it with
 //! `KVFABRIC_TEST_SEED=<seed> cargo test -p kvfabric-core --test directory_model`; `KVFABRIC_TEST_COUNT` runs more of them.
 
+// A test's helpers may fail as its tests do.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 #[path = "directory_model/world.rs"]
 mod world;
 

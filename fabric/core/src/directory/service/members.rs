@@ -91,6 +91,15 @@ impl Service {
             }
             None => None,
         };
+        let joined = again.and_then(|member| self.ranks.get(&member.rank));
+        if let Some(rank) = joined.filter(|rank| rank.control == Some(connection)) {
+            // The same request again: its answer was late or lost.
+            return JoinReply::Joined(Joined {
+                rank: rank.member.rank,
+                session: self.config.session,
+                liveness_token: rank.liveness_token,
+            });
+        }
         // One process, one connection: whoever used it before is not there any more.
         if let Some(before) = self.connections.get(&connection).copied() {
             if again.map(|member| member.rank) != Some(before) {
