@@ -10,6 +10,9 @@ pub const CLOSED_INCARNATIONS_MAX: usize = 1 << 20;
 pub const HIDES_MAX: usize = 65_536;
 /// CLEARs that wait for ranks at the same time; each costs one message to each rank.
 pub const CLEARS_MAX: usize = 64;
+/// A rank that has not acknowledged a clear is told again after this long, for as long as it is connected: a rank that
+/// was not told would go on serving cleared blocks to itself.
+pub const CLEAR_RESEND: Duration = Duration::from_millis(500);
 /// A joined rank opens its liveness connection within this time.
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Entries of a rank that lost its connection are kept hidden for this long: when it comes back soon, announcing them

@@ -226,7 +226,8 @@ impl Table {
     }
 
     /// Takes a publication. `is_same_rank` says of a source whether it belongs to the rank that publishes (it has one
-    /// replica of a key at most); `is_replaceable` says of a replica whether it is invisible to everybody.
+    /// replica of a key at most); `is_replaceable` says of a replica
+    /// whether it is invisible to everybody and for ever.
     ///
     /// A replica of the same source gives way to a larger generation only; one of an earlier source of the same rank
     /// also to an equal one, which is the same publication announced again.
