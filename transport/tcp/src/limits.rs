@@ -64,6 +64,9 @@ pub const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
 pub const USER_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often an owner's I/O thread looks at its timers.
 pub const TICK: Duration = Duration::from_millis(500);
+/// How long an owner's I/O thread looks for more work before it sleeps, while work keeps coming that fast: about twice
+/// what a sleep and a wake take.
+pub const BUSY_POLL: Duration = Duration::from_micros(20);
 /// How long accepting pauses after the system refused a file descriptor.
 pub const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
