@@ -50,7 +50,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { seconds: 0.4, rounds: 5, depth: 4, connections: 1 }
+        Self { seconds: 0.1, rounds: 15, depth: 4, connections: 1 }
     }
 }
 
@@ -130,8 +130,8 @@ fn run_shape(options: &Options, shape: Shape) -> Result<Value> {
     let mut bare = Bare::connect(&child.hello, shape)?;
     let window = Duration::from_secs_f64(options.seconds);
     // A first window of each warms caches, buffers and the congestion window, and is thrown away.
-    ours.window(window / 4, &mut child)?;
-    bare.window(window / 4, &mut child)?;
+    ours.window(window, &mut child)?;
+    bare.window(window, &mut child)?;
     let (mut our_windows, mut bare_windows) = (Vec::new(), Vec::new());
     let mut verified = 0;
     for _ in 0..options.rounds.max(1) {
@@ -349,8 +349,7 @@ struct Ours {
 
 impl Ours {
     fn connect(hello: &ChildHello, shape: Shape, connections: usize) -> Result<Self> {
-        let mut options = ProviderOptions::default();
-        options.connections_per_peer = connections;
+        let options = ProviderOptions { connections_per_peer: connections, ..Default::default() };
         let mut provider = TcpProvider::new(options)?;
         let peer = PeerKey(1);
         provider.connect(

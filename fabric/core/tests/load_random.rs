@@ -3,6 +3,8 @@
 //!
 //! Replay one seed with `KVFABRIC_SEED=<seed> cargo test -p kvfabric-core --test load_random`.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test's checks.
+
 mod load_support;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -2,6 +2,8 @@
 //!
 //! The world itself checks every delivered byte, every destination after its block ended, and every load's end.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test's checks.
+
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -117,20 +119,21 @@ fn bytes_overwritten_during_the_read_are_a_miss() {
 #[test]
 fn an_owner_that_restarts_with_the_same_slots_and_generations_is_a_miss() {
     for silent_reconnect in [false, true] {
-        let mut world = World::new(4, 2, WorldOptions { silent_reconnect, ..options() });
+        let mut world = World::new(4, 3, WorldOptions { silent_reconnect, ..options() });
         publish(&mut world, 0, &[1, 2, 3]);
         assert!(load(&mut world, 1, &[1], SECOND)[0].is_ok());
-        // The directory keeps listing the former life.
+        let before = world.rank(0).unwrap().resident(World::key(2).fingerprint()).unwrap();
+        // For a while the directory lists the former life.
         world.cut_directory(0);
         world.start(0);
         let store = world.store(0, &[1, 2, 3], SECOND).unwrap();
         world.finish_store(store);
-        // Suspicion of the lost connection runs out first.
-        world.run_for(3 * SECOND);
+        let after = world.rank(0).unwrap().resident(World::key(2).fingerprint()).unwrap();
+        assert_eq!((before.slot, before.generation), (after.slot, after.generation));
         // R1 refuses where the handshake shows the new life; where nothing shows it, the word's tag does (R3).
-        let wanted = if silent_reconnect { LoadError::TagMismatch } else { LoadError::Stale };
-        let found = load(&mut world, 1, &[2, 3], 3 * SECOND);
-        assert_eq!(found, [Err(wanted); 2], "silent: {silent_reconnect}");
+        let (reader, wanted) =
+            if silent_reconnect { (1, LoadError::TagMismatch) } else { (2, LoadError::Stale) };
+        assert_eq!(load(&mut world, reader, &[2, 3], SECOND), [Err(wanted); 2], "silent: {silent_reconnect}");
         world.check();
     }
 }
@@ -277,6 +280,34 @@ fn corrupted_bytes_are_a_checksum_mismatch() {
     // The own pool is found out as well, and does not offer the block any longer.
     assert_eq!(load(&mut world, 0, &[2], SECOND), [Err(LoadError::ChecksumMismatch)]);
     assert!(world.rank(0).unwrap().resident(World::key(2).fingerprint()).is_none());
+    world.check();
+}
+
+#[test]
+fn a_cleared_namespace_is_gone_everywhere_and_can_be_filled_again() {
+    let mut world = World::new(14, 3, options());
+    publish(&mut world, 0, &[1, 2]);
+    publish(&mut world, 1, &[2, 3]);
+    let clear = world.clear();
+    assert!(world.run_until(5 * SECOND, |world| world.cleared(clear).is_some()));
+    assert_eq!(world.cleared(clear), Some(true));
+    for node in 0..3 {
+        let gone = load(&mut world, node, &[1, 2, 3], SECOND);
+        assert_eq!(gone, [Err(LoadError::NotFound); 3], "node {node}");
+        assert_eq!(world.rank(node).unwrap().owner_stats().resident, 0);
+    }
+    publish(&mut world, 1, &[1, 2]);
+    assert!(load(&mut world, 2, &[1, 2], SECOND).iter().all(Result::is_ok));
+    // A rank that cannot be reached makes the answer false, and its entries stay hidden.
+    world.cut_directory(1);
+    let clear = world.clear();
+    assert!(world.run_until(5 * SECOND, |world| world.cleared(clear).is_some()));
+    assert_eq!(world.cleared(clear), Some(false));
+    assert_eq!(errors(&load(&mut world, 2, &[1], SECOND)), BTreeSet::from(["not found"]));
+    // When it is back, it hears of what it missed.
+    world.heal_directory(1);
+    world.run_for(10 * SECOND);
+    assert_eq!(world.rank(1).unwrap().owner_stats().resident, 0);
     world.check();
 }
 

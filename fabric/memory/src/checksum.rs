@@ -1,6 +1,7 @@
 //! xxh3-64 of objects, never 0 (a word's 0 means "none").
 
 use std::hash::Hasher as _;
+use std::mem::MaybeUninit;
 
 use twox_hash::XxHash3_64;
 
@@ -57,15 +58,31 @@ impl Checksum {
     /// `[base, base + length_bytes)` must be mapped for reading.
     pub(crate) unsafe fn update_raw(&mut self, base: *const u8, length_bytes: usize) {
         let copy = OpaqueCopy::get();
-        let mut piece = [0u8; CHECKSUM_PIECE_BYTES];
+        let mut piece = MaybeUninit::<[u8; CHECKSUM_PIECE_BYTES]>::uninit();
+        let buffer: *mut u8 = piece.as_mut_ptr().cast();
         let mut at = 0;
         while at < length_bytes {
             let part = (length_bytes - at).min(CHECKSUM_PIECE_BYTES);
-            // SAFETY: the caller promises the source; `part` is at most the buffer's size.
-            unsafe { copy.copy(piece.as_mut_ptr(), base.add(at), part) };
-            self.hasher.write(piece.get(..part).unwrap_or(&[]));
+            // SAFETY: the caller promises the source; `part` is at most the buffer's size, and the first `part` bytes of
+            // the buffer are initialised when they are hashed.
+            unsafe {
+                copy.copy(buffer, base.add(at), part);
+                self.hasher.write(std::slice::from_raw_parts(buffer, part));
+            }
             at += part;
         }
+    }
+
+    /// Appends bytes that just landed and are still in the first-level cache.
+    ///
+    /// # Safety
+    /// `[base, base + length_bytes)` must be mapped for reading, and nobody else may write it meanwhile: it is the
+    /// destination of the caller's operation (rules R4 and R8). Should that be broken, the hash is of no value; its
+    /// control flow does not depend on the bytes.
+    #[inline]
+    pub(crate) unsafe fn update_landed(&mut self, base: *const u8, length_bytes: usize) {
+        // SAFETY: the caller's promise.
+        self.hasher.write(unsafe { std::slice::from_raw_parts(base, length_bytes) });
     }
 
     /// The checksum of everything so far; never 0.

@@ -14,6 +14,11 @@ pub const WORD_GRANULE_BYTES: usize = 64 << 10;
 /// A reader enters a peer's pages into its own page table in pieces of this size, right before it first reads them:
 /// 512 small pages take tens of microseconds, far below the drain bound, and one huge page fits exactly.
 pub const POOL_GRANULE_BYTES: usize = 2 << 20;
+/// Ranges in regions at least this large are written past the caches (unless they are hashed, which wants them there):
+/// what is loaded into such a region is spread too widely for any cache to hold it. Smaller ones are faster in cache.
+pub const STREAMING_REGION_BYTES_MIN: usize = 64 << 20;
+/// Shorter ranges are not worth the wait for their stores.
+pub const STREAMING_RANGE_BYTES_MIN: usize = 4 << 10;
 /// Hashing works in pieces that stay in the first-level cache.
 pub const CHECKSUM_PIECE_BYTES: usize = 8 << 10;
 

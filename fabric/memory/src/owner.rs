@@ -448,9 +448,7 @@ impl OwnerMemory {
     /// belonged to a slab.
     #[must_use]
     pub fn load_word_after_data(&self, slot: u32) -> Option<RawWord> {
-        let cell = self.cell(slot)?;
-        crate::copy::complete_loads();
-        Some(cell.load_after_data())
+        Some(self.cell(slot)?.load_after_data())
     }
 
     /// Copies `source` into the slot, in pieces of 256 KiB between which `stop` is looked at. Returns xxh3-64 of the
@@ -488,14 +486,11 @@ impl OwnerMemory {
             }
             let part = (object_bytes - done).min(COPY_CHUNK_BYTES);
             // SAFETY: `locate` bounds the object within the mapping, which is writable and backed (`add_slab`); the
-            // guard keeps other copies out of it. The source is the list's own memory.
+            // guard keeps other copies out of it, and other processes cannot write it (the seals). The source is the
+            // list's own memory.
             let copied = unsafe {
                 let target = self.pool.mapping.base().add(offset + done);
-                let copied = cursor.gather(source, target, part);
-                if let Some(hash) = hash.as_mut() {
-                    hash.update_raw(target, copied);
-                }
-                copied
+                cursor.gather(source, target, part, hash.as_mut())
             };
             debug_assert_eq!(copied, part, "total_bytes is the sum of the segments");
             done += part;
@@ -520,7 +515,7 @@ impl OwnerMemory {
         if found_bytes as u64 != object_bytes || end.is_none_or(|end| end > object_bytes) {
             return Err(PeerReadError::SizeMismatch);
         }
-        self.view().begin(slot, offset as u64 + object_offset, length_bytes, checksum, None)
+        self.view().begin(slot, offset as u64 + object_offset, length_bytes, checksum)
     }
 
     /// Reads a part of a slot's object and then its word.
@@ -543,7 +538,7 @@ impl OwnerMemory {
     /// The mapped pool and words, for stepwise reads.
     #[must_use]
     pub fn view(&self) -> PoolView<'_> {
-        PoolView { pool: &self.pool.mapping, words: &self.words.mapping, touched_words: None }
+        PoolView { pool: &self.pool.mapping, words: &self.words.mapping, touched: None }
     }
 
     /// The pool's memfd, for peers on this host.

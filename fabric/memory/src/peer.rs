@@ -1,16 +1,16 @@
 //! A peer's pool and word table, mapped read-only (design 1.9, "Shared memory").
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
-use std::sync::Arc;
 
 use thiserror::Error;
 
 use crate::limits::{POOL_BYTES_MAX, WORD_GRANULE_BYTES, WORD_SLOTS_MAX};
 use crate::mapping::{Granules, Mapping};
 use crate::memfd::{check_memfd, MemfdProblem};
-use crate::read::SlabPages;
+use crate::read::{SlabPages, Touched};
 use crate::slab::SlabMap;
 use crate::{ObjectRead, PeerReadError, PoolView, RawWord, ScatterList, Slab, SlabError};
 
@@ -94,7 +94,7 @@ pub struct PeerMemory {
     version: u64,
     slabs: SlabMap,
     /// In the order of `slabs`.
-    pages: Vec<Arc<SlabPages>>,
+    pages: Vec<SlabPages>,
 }
 
 impl PeerMemory {
@@ -118,24 +118,24 @@ impl PeerMemory {
     /// [`SlabError`] when the list is not possible for this pool; the old one stays.
     pub fn update_slabs(&mut self, version: u64, slabs: Vec<Slab>) -> Result<(), SlabError> {
         let map = SlabMap::new(slabs, self.pool.length_bytes() as u64, self.word_slots)?;
-        let pages = map
+        let mut old: BTreeMap<u32, (Slab, SlabPages)> = BTreeMap::new();
+        for (slab, pages) in self.slabs.slabs().iter().zip(std::mem::take(&mut self.pages)) {
+            old.insert(slab.first_slot, (*slab, pages));
+        }
+        self.pages = map
             .slabs()
             .iter()
-            .map(|slab| {
-                let known = self.slabs.slabs().binary_search_by_key(&slab.first_slot, |old| old.first_slot);
-                match known.ok().and_then(|at| Some((self.slabs.slabs().get(at)?, self.pages.get(at)?))) {
-                    Some((old, pages)) if old == slab => Arc::clone(pages),
-                    _ => {
-                        let clamp = |value: u64| usize::try_from(value).unwrap_or(0);
-                        let end = slab.end_offset().unwrap_or(slab.base_offset);
-                        Arc::new(SlabPages::new(clamp(slab.base_offset), clamp(end - slab.base_offset)))
-                    }
+            .map(|slab| match old.remove(&slab.first_slot) {
+                Some((known, pages)) if known == *slab => pages,
+                _ => {
+                    let clamp = |value: u64| usize::try_from(value).unwrap_or(0);
+                    let end = slab.end_offset().unwrap_or(slab.base_offset);
+                    SlabPages::new(clamp(slab.base_offset), clamp(end - slab.base_offset))
                 }
             })
             .collect();
         self.version = version;
         self.slabs = map;
-        self.pages = pages;
         Ok(())
     }
 
@@ -161,6 +161,7 @@ impl PeerMemory {
     ///
     /// # Errors
     /// [`PeerReadError`].
+    #[inline]
     pub fn begin_read(
         &self,
         slot: u32,
@@ -169,14 +170,13 @@ impl PeerMemory {
         length_bytes: u64,
         checksum: bool,
     ) -> Result<ObjectRead, PeerReadError> {
-        let (index, slab) = self.slabs.find_indexed(slot).ok_or(PeerReadError::UnknownSlot(slot))?;
+        let slab = self.slabs.find(slot).ok_or(PeerReadError::UnknownSlot(slot))?;
         let end = object_offset.checked_add(length_bytes);
         if slab.object_bytes != object_bytes || end.is_none_or(|end| end > object_bytes) {
             return Err(PeerReadError::SizeMismatch);
         }
         let offset = slab.offset_of(slot).ok_or(PeerReadError::UnknownSlot(slot))?;
-        let pages = self.pages.get(index).ok_or(PeerReadError::UnknownSlot(slot))?;
-        self.view().begin(slot, offset + object_offset, length_bytes, checksum, Some(pages))
+        self.view().begin(slot, offset + object_offset, length_bytes, checksum)
     }
 
     /// Reads a part of a slot's object and then its word (rule R2); `stop` is looked at between pieces of 256 KiB.
@@ -199,7 +199,8 @@ impl PeerMemory {
     /// The mapped pool and words, for stepwise reads.
     #[must_use]
     pub fn view(&self) -> PoolView<'_> {
-        PoolView { pool: &self.pool, words: &self.words, touched_words: Some(&self.touched_words) }
+        let touched = Touched { words: &self.touched_words, slabs: &self.slabs, pages: &self.pages };
+        PoolView { pool: &self.pool, words: &self.words, touched: Some(touched) }
     }
 }
 

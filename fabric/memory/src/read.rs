@@ -1,14 +1,13 @@
 //! Reading one object out of a pool, in steps: the way of shm for peers and for a rank's own pool alike (R2, R4).
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::copy::complete_loads;
 use crate::limits::{COPY_CHUNK_BYTES, POOL_GRANULE_BYTES, WORD_GRANULE_BYTES};
 use crate::mapping::{Granules, Mapping};
 use crate::scatter::ScatterCursor;
+use crate::slab::SlabMap;
 use crate::{Checksum, RawWord, ScatterList, WordCell};
 
 /// Why an object could not be read. No word was obtained, so nothing that landed counts.
@@ -53,8 +52,6 @@ pub struct ObjectRead {
     cursor: ScatterCursor,
     before: RawWord,
     checksum: Option<Checksum>,
-    /// Which pages of the object's slab are known to be there; `None` in the owner's own pool.
-    pages: Option<Arc<SlabPages>>,
 }
 
 /// Which parts of a peer's slab have been entered into this process's page table.
@@ -85,26 +82,43 @@ impl ObjectRead {
 pub struct PoolView<'a> {
     pub(crate) pool: &'a Mapping,
     pub(crate) words: &'a Mapping,
-    /// Which words may be touched; `None` in the owner's own table.
-    pub(crate) touched_words: Option<&'a Granules>,
+    /// Which pages are known to be there; `None` in the owner's own pool.
+    pub(crate) touched: Option<Touched<'a>>,
+}
+
+/// Which pages of a peer's memory are known to be there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Touched<'a> {
+    pub(crate) words: &'a Granules,
+    pub(crate) slabs: &'a SlabMap,
+    /// In the order of `slabs`.
+    pub(crate) pages: &'a [SlabPages],
+}
+
+impl<'a> Touched<'a> {
+    /// Found anew for each step: a share of its own would cost an operation two locked instructions, and each of them
+    /// waits for the copy's stores.
+    fn pages_of(&self, slot: u32) -> Result<&'a SlabPages, PeerReadError> {
+        let found = self.slabs.find_indexed(slot).and_then(|(index, _)| self.pages.get(index));
+        found.ok_or(PeerReadError::UnknownSlot(slot))
+    }
 }
 
 impl<'a> PoolView<'a> {
+    #[inline]
     pub(crate) fn begin(
         self,
         slot: u32,
         offset: u64,
         length_bytes: u64,
         checksum: bool,
-        pages: Option<&Arc<SlabPages>>,
     ) -> Result<ObjectRead, PeerReadError> {
         let source_offset = usize::try_from(offset).map_err(|_| PeerReadError::SizeMismatch)?;
         let remaining_bytes = usize::try_from(length_bytes).map_err(|_| PeerReadError::SizeMismatch)?;
         let before = self.cell(slot)?.load_after_data();
         let checksum = checksum.then(Checksum::new);
         let cursor = ScatterCursor::default();
-        let pages = pages.map(Arc::clone);
-        Ok(ObjectRead { slot, source_offset, remaining_bytes, cursor, before, checksum, pages })
+        Ok(ObjectRead { slot, source_offset, remaining_bytes, cursor, before, checksum })
     }
 
     /// Copies at most `bytes_max` more bytes into `destination`; returns whether the last one has been copied.
@@ -113,20 +127,23 @@ impl<'a> PoolView<'a> {
     /// nonsense.
     ///
     /// # Errors
-    /// [`PeerReadError::SizeMismatch`] when the destination is shorter than the read, [`PeerReadError::Unbacked`].
+    /// [`PeerReadError::SizeMismatch`] when the destination is shorter than the read, [`PeerReadError::Unbacked`],
+    /// [`PeerReadError::UnknownSlot`] when the slab was retired meanwhile.
+    #[inline]
     pub fn step(
         self,
         read: &mut ObjectRead,
         destination: &ScatterList,
         bytes_max: usize,
     ) -> Result<bool, PeerReadError> {
+        let pages = self.touched.map(|touched| touched.pages_of(read.slot)).transpose()?;
         let mut budget = bytes_max.min(read.remaining_bytes);
         while budget > 0 {
             let part = budget.min(COPY_CHUNK_BYTES);
             if !self.pool.contains(read.source_offset, part) {
                 return Err(PeerReadError::SizeMismatch);
             }
-            if let Some(pages) = &read.pages {
+            if let Some(pages) = pages {
                 make_readable(self.pool, pages, read.source_offset, part)?;
             }
             // SAFETY: the source lies inside the mapping (checked above), which outlives this call, and its pages are
@@ -152,11 +169,11 @@ impl<'a> PoolView<'a> {
     ///
     /// # Errors
     /// [`PeerReadError::Stopped`] while bytes are missing, [`PeerReadError::Unbacked`].
+    #[inline]
     pub fn finish(self, read: &ObjectRead) -> Result<(RawWord, Option<u64>), PeerReadError> {
         if read.remaining_bytes != 0 {
             return Err(PeerReadError::Stopped);
         }
-        complete_loads();
         let mut word = self.cell(read.slot)?.load_after_data();
         if word != read.before {
             word.tag = 0;
@@ -181,12 +198,13 @@ impl<'a> PoolView<'a> {
     }
 
     /// The word of a slot. Its page is there, so that the loads cannot fault.
+    #[inline]
     pub(crate) fn cell(self, slot: u32) -> Result<&'a WordCell, PeerReadError> {
         let offset = slot as usize * RawWord::BYTES;
         if !self.words.contains(offset, RawWord::BYTES) {
             return Err(PeerReadError::UnknownSlot(slot));
         }
-        if let Some(touched) = self.touched_words {
+        if let Some(Touched { words: touched, .. }) = self.touched {
             if !touched.is_set(offset) {
                 let start = offset & !(WORD_GRANULE_BYTES - 1);
                 let length_bytes = WORD_GRANULE_BYTES.min(self.words.length_bytes() - start);

@@ -76,7 +76,8 @@ impl Region {
     /// # Safety
     /// `[base, base + length_bytes)` must be valid for reads and writes until every clone of the region, those inside
     /// in-flight operations included, is gone; `owner` may hold whatever guarantees that. The engine may read and write
-    /// the bytes itself at any time, but must not hold Rust references to bytes that a load is filling.
+    /// the bytes itself, but while an operation fills some of them they belong to it alone (design D5): until it retires
+    /// nobody else writes them or holds Rust references to them, and no other operation has them as its destination.
     pub unsafe fn from_raw(
         base: *mut u8,
         length_bytes: usize,

@@ -2,7 +2,10 @@
 
 use std::fmt;
 
-use crate::copy::OpaqueCopy;
+use smallvec::SmallVec;
+
+use crate::copy::{copy_past_caches, settle, OpaqueCopy};
+use crate::limits::{CHECKSUM_PIECE_BYTES, STREAMING_RANGE_BYTES_MIN, STREAMING_REGION_BYTES_MIN};
 use crate::{Checksum, OutOfBounds, Region};
 
 /// One contiguous piece. Laid out like `struct iovec`, so that a list can go to vectored system calls as it is.
@@ -38,9 +41,12 @@ impl Segment {
 /// work item retired (rule R4). Invariant: every segment lies inside one of `regions`.
 #[derive(Clone, Default)]
 pub struct ScatterList {
-    regions: Vec<Region>,
-    segments: Vec<Segment>,
+    /// Both without an allocation for one piece in one region: an object that is contiguous at the reader.
+    regions: SmallVec<[Region; 1]>,
+    segments: SmallVec<[Segment; 1]>,
     total_bytes: u64,
+    /// Whether one of the regions is so large that ranges are written past the caches.
+    streams: bool,
 }
 
 impl fmt::Debug for ScatterList {
@@ -53,7 +59,12 @@ impl ScatterList {
     /// An empty list with room for `segments` pieces.
     #[must_use]
     pub fn with_capacity(segments: usize) -> Self {
-        Self { regions: Vec::new(), segments: Vec::with_capacity(segments), total_bytes: 0 }
+        Self {
+            regions: SmallVec::new(),
+            segments: SmallVec::with_capacity(segments),
+            total_bytes: 0,
+            streams: false,
+        }
     }
 
     /// The whole of one region as a single piece.
@@ -86,6 +97,7 @@ impl ScatterList {
             }
         } else if !self.regions.iter().any(|held| held.same(region)) {
             self.regions.push(region.clone());
+            self.streams |= region.length_bytes() >= STREAMING_REGION_BYTES_MIN;
         }
         self.segments.push(Segment { base, length_bytes });
         Ok(())
@@ -125,7 +137,7 @@ impl ScatterList {
     pub fn read_object(&self, out: &mut [u8]) -> Result<(), OutOfBounds> {
         self.check_length(out.len())?;
         // SAFETY: `out` is a slice of the length given.
-        unsafe { ScatterCursor::default().gather(self, out.as_mut_ptr(), out.len()) };
+        unsafe { ScatterCursor::default().gather(self, out.as_mut_ptr(), out.len(), None) };
         Ok(())
     }
 
@@ -167,8 +179,12 @@ impl ScatterList {
                 });
             }
         }
-        let mut part =
-            Self { regions: self.regions.clone(), segments: Vec::new(), total_bytes: length_bytes };
+        let mut part = Self {
+            regions: self.regions.clone(),
+            segments: SmallVec::new(),
+            total_bytes: length_bytes,
+            streams: self.streams,
+        };
         let (mut skip, mut wanted) = (offset, length_bytes);
         for segment in &self.segments {
             let length = segment.length_bytes as u64;
@@ -239,39 +255,60 @@ impl ScatterCursor {
         mut checksum: Option<&mut Checksum>,
     ) -> usize {
         let copy = OpaqueCopy::get();
+        // Hashed pieces are small, so that they are still in the first-level cache: then the hash hides in the copy's
+        // cache misses instead of having its own.
+        let part_max = if checksum.is_some() { CHECKSUM_PIECE_BYTES } else { usize::MAX };
+        let streams = list.streams && checksum.is_none();
         let mut done = 0;
         while done < length_bytes {
-            let Some((base, part)) = self.take(list, length_bytes - done) else { break };
+            let Some((base, part)) = self.take(list, part_max.min(length_bytes - done)) else { break };
             // SAFETY: the piece lies inside a region that the list holds (invariant of `push`); the caller promises the
-            // source.
+            // source. The piece belongs to this operation until it retires (R4), and to no other (R8).
             unsafe {
-                copy.copy(base, source.add(done), part);
+                let source = source.add(done);
+                if streams && part >= STREAMING_RANGE_BYTES_MIN {
+                    copy_past_caches(copy, base, source, part);
+                } else {
+                    copy.copy(base, source, part);
+                }
                 if let Some(checksum) = checksum.as_deref_mut() {
-                    checksum.update_raw(base, part);
+                    checksum.update_landed(base, part);
                 }
             }
             done += part;
         }
+        if streams {
+            settle();
+        }
         done
     }
 
-    /// Copies `length_bytes` out of the list from the cursor on to `destination`. Returns how much was copied: less only
-    /// where the list ends early.
+    /// Copies `length_bytes` out of the list from the cursor on to `destination`, hashing each piece after it landed.
+    /// Returns how much was copied: less only where the list ends early.
     ///
     /// # Safety
-    /// `[destination, destination + length_bytes)` must be mapped for writing and lie outside the list's pieces.
+    /// `[destination, destination + length_bytes)` must be mapped for writing, lie outside the list's pieces, and be
+    /// written by nobody else meanwhile.
     pub(crate) unsafe fn gather(
         &mut self,
         list: &ScatterList,
         destination: *mut u8,
         length_bytes: usize,
+        mut checksum: Option<&mut Checksum>,
     ) -> usize {
         let copy = OpaqueCopy::get();
+        let part_max = if checksum.is_some() { CHECKSUM_PIECE_BYTES } else { usize::MAX };
         let mut done = 0;
         while done < length_bytes {
-            let Some((base, part)) = self.take(list, length_bytes - done) else { break };
+            let Some((base, part)) = self.take(list, part_max.min(length_bytes - done)) else { break };
             // SAFETY: as in `scatter`, with source and destination exchanged.
-            unsafe { copy.copy(destination.add(done), base, part) };
+            unsafe {
+                let target = destination.add(done);
+                copy.copy(target, base, part);
+                if let Some(checksum) = checksum.as_deref_mut() {
+                    checksum.update_landed(target, part);
+                }
+            }
             done += part;
         }
         done

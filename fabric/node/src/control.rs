@@ -5,16 +5,16 @@ use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvfabric_core::load::{LocateId, MissReason, ReportId};
+use kvfabric_core::load::{LocateId, ReportId};
 use kvfabric_core::wire::{
-    decode_reply, encode_request, EngineKey, Locate, Member, MissRecord, MissReports, NsNumber, Query,
+    decode_reply, encode_request, ClearAck, EngineKey, Locate, MissRecord, MissReports, NsNumber, Query,
     Records, Reply, Request, Touch,
 };
 use kvfabric_core::{Fingerprint, Generation, Incarnation, RankId, SlotId};
 use kvfabric_transport_control::{Connection, Responder};
 
 use crate::command::Command;
-use crate::handler::acknowledge_clear;
+use crate::handler::respond;
 use crate::peers::Asker;
 
 /// A request without a deadline of its own.
@@ -28,9 +28,7 @@ pub(crate) struct Control {
     pub(crate) engine: EngineKey,
     /// Connection to the directory while this rank is a member.
     pub(crate) directory: Option<Connection>,
-    reports: Vec<(ReportId, MissRecord)>,
-    clears: HashMap<u64, (u64, Responder)>,
-    next_clear: u64,
+    clears: HashMap<u64, Responder>,
 }
 
 impl Control {
@@ -46,9 +44,7 @@ impl Control {
             asker,
             engine,
             directory: None,
-            reports: Vec::new(),
             clears: HashMap::new(),
-            next_clear: 0,
         }
     }
 
@@ -81,14 +77,10 @@ impl Control {
     pub(crate) fn locate(
         &self,
         locate: LocateId,
-        number: Option<NsNumber>,
+        ns: NsNumber,
         keys: &[Fingerprint],
         within: Duration,
     ) {
-        let Some(ns) = number else {
-            let _ = self.core.send(Command::Located { locate, result: Err(()) });
-            return;
-        };
         let mut records = Records::with_capacity(keys.len());
         keys.iter().for_each(|key| records.push(*key));
         let count = keys.len();
@@ -111,36 +103,15 @@ impl Control {
         self.runtime.spawn(self.asker.clone().greet(self.directory.clone(), rank, incarnation));
     }
 
-    pub(crate) fn queue_report(
-        &mut self,
-        report: ReportId,
-        fingerprint: Fingerprint,
-        rank: RankId,
-        incarnation: Incarnation,
-        generation: Generation,
-        reason: MissReason,
-    ) {
-        let member = Member { rank, incarnation };
-        self.reports.push((report, MissRecord { fingerprint, generation, member, reason }));
-    }
-
-    /// Sends the miss reports of this turn in one message.
-    pub(crate) fn flush_reports(&mut self) {
-        if self.reports.is_empty() {
-            return;
-        }
-        let queued = std::mem::take(&mut self.reports);
-        for chunk in queued.chunks(kvfabric_core::wire::MISS_REPORTS_MAX) {
-            let mut records = Records::with_capacity(chunk.len());
-            chunk.iter().for_each(|(_, record)| records.push(*record));
-            let reports: Vec<ReportId> = chunk.iter().map(|(report, _)| *report).collect();
-            let request = Request::MissReports(MissReports { asker: self.engine, reports: records });
-            self.ask(&request, REQUEST_TIMEOUT, move |reply| match reply.as_deref().map(decode_reply) {
-                Some(Ok(Reply::Done(_))) => Command::MissReported { reports },
-                // Not acknowledged: core goes on by itself after its own wait.
-                _ => Command::MissReported { reports: Vec::new() },
-            });
-        }
+    pub(crate) fn report_misses(&self, reports: Vec<ReportId>, misses: &[MissRecord]) {
+        let mut records = Records::with_capacity(misses.len());
+        misses.iter().for_each(|record| records.push(*record));
+        let request = Request::MissReports(MissReports { asker: self.engine, reports: records });
+        self.ask(&request, REQUEST_TIMEOUT, move |reply| match reply.as_deref().map(decode_reply) {
+            Some(Ok(Reply::Done(_))) => Command::MissReported { reports },
+            // Not acknowledged: core goes on by itself after its own wait.
+            _ => Command::MissReported { reports: Vec::new() },
+        });
     }
 
     pub(crate) fn touch(
@@ -162,16 +133,14 @@ impl Control {
         });
     }
 
-    /// Remembers who asked for a clear; the name given back goes through core.
-    pub(crate) fn begin_clear(&mut self, clear: u64, responder: Responder) -> u64 {
-        self.next_clear += 1;
-        self.clears.insert(self.next_clear, (clear, responder));
-        self.next_clear
+    /// Remembers who waits for the acknowledgement of a clear.
+    pub(crate) fn begin_clear(&mut self, clear: u64, responder: Responder) {
+        self.clears.insert(clear, responder);
     }
 
-    pub(crate) fn clear_done(&mut self, name: u64, done: bool) {
-        if let Some((clear, responder)) = self.clears.remove(&name) {
-            acknowledge_clear(responder, clear, done);
+    pub(crate) fn acknowledge_clear(&mut self, ack: ClearAck) {
+        if let Some(responder) = self.clears.remove(&ack.clear) {
+            respond(responder, &Reply::ClearAck(ack));
         }
     }
 }

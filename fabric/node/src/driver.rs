@@ -5,14 +5,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvfabric_core::directory::Announcer;
 use kvfabric_core::load::{
     LoadAction, LoadBlock, LoadError, LoadId, LoadRequest, PeerFailure, ReadFailure, ReadId,
 };
 use kvfabric_core::owner::{OwnerAction, Put, PutId};
 use kvfabric_core::rank::{Action, Rank, StoreId, StoreJob};
 use kvfabric_core::word::Word;
-use kvfabric_core::{Generation, NsId, Tag, Time, TransportKind};
+use kvfabric_core::{Generation, NsEpoch, NsId, Tag, Time, TransportKind};
 use kvfabric_memory::{OwnerMemory, RawWord, Slab};
 use kvfabric_transport_api::{Event, OpToken, ReadDone, ReadError};
 
@@ -39,7 +38,6 @@ pub(crate) struct Driver {
     pub(crate) inbox: Receiver<Command>,
     pub(crate) started: Instant,
     pub(crate) rank: Rank,
-    pub(crate) announcer: Announcer,
     pub(crate) memory: Arc<OwnerMemory>,
     pub(crate) filler: Filler,
     pub(crate) routes: Routes,
@@ -75,9 +73,6 @@ impl Driver {
             if self.rank.poll_timeout().is_some_and(|due| due <= now) {
                 self.rank.handle_timeout(now);
             }
-            if self.announcer.poll_timeout().is_some_and(|due| due <= now) {
-                self.announcer.handle_timeout(now);
-            }
             self.carry_out_all();
             self.settle_openings();
             if let Some(until) = self.closing {
@@ -101,7 +96,7 @@ impl Driver {
     fn next_wait(&self) -> Duration {
         let now = self.now();
         let membership = self.membership.poll_timeout(now);
-        [self.rank.poll_timeout(), self.announcer.poll_timeout(), membership, self.closing]
+        [self.rank.poll_timeout(), membership, self.closing]
             .into_iter()
             .flatten()
             .map(|due| due.since(now))
@@ -133,9 +128,7 @@ impl Driver {
                 self.rank.handle_located(now, locate, result);
             }
             Command::MissReported { reports } => {
-                for report in reports {
-                    self.rank.handle_miss_reported(now, report);
-                }
+                self.rank.handle_misses_reported(now, &reports);
             }
             Command::Greeted { rank, incarnation, result } => {
                 if let Err(failure) = self.routes.handle_greeted(rank, incarnation, result) {
@@ -176,7 +169,6 @@ impl Driver {
     ) {
         let claims = self.jobs.claim(job.id, false, blocks.iter().map(|block| &block.source));
         self.jobs.begin_store(job);
-        let ns_epoch = self.announcer.epoch(ns).unwrap_or_default();
         let mut puts = Vec::with_capacity(blocks.len());
         for (block, claim) in blocks.into_iter().zip(claims) {
             if let Err(conflict) = claim {
@@ -187,7 +179,8 @@ impl Driver {
             puts.push(Put {
                 key: block.key,
                 ns,
-                ns_epoch,
+                // Set by the rank: the epoch at submission counts.
+                ns_epoch: NsEpoch::default(),
                 key_bytes: block.key_bytes,
                 layout: block.group.layout,
                 group_id: block.group.group_id,
@@ -289,19 +282,10 @@ impl Driver {
     }
 
     pub(crate) fn carry_out_all(&mut self) {
-        loop {
-            let mut any = false;
-            while let Some(action) = self.rank.poll_action() {
-                any = true;
-                self.carry_out(action);
-            }
-            any |= self.carry_out_announcements();
-            if !any {
-                break;
-            }
+        while let Some(action) = self.rank.poll_action() {
+            self.carry_out(action);
         }
         self.routes.flush();
-        self.control.flush_reports();
     }
 
     fn carry_out(&mut self, action: Action) {
@@ -315,7 +299,13 @@ impl Driver {
                 self.jobs.put_done(put, outcome);
             }
             Action::StoreDone { store } => self.finish_job(store.0),
-            Action::ClearDone { clear } => self.control.clear_done(clear, true),
+            Action::Locate { locate, ns, keys, deadline } => {
+                let within = deadline.since(self.now());
+                self.control.locate(locate, ns, &keys, within);
+            }
+            Action::ReportMisses { reports, records } => self.control.report_misses(reports, &records),
+            Action::Directory(action) => self.carry_out_directory(*action),
+            Action::AcknowledgeClear(ack) => self.control.acknowledge_clear(ack),
         }
     }
 
@@ -371,22 +361,13 @@ impl Driver {
                 }
             },
             OwnerAction::AbortFill { put } => self.jobs.abort_fill(put),
-            OwnerAction::Announce(announcement) => {
-                let now = self.now();
-                self.announcer.handle_announcement(now, announcement);
-            }
-            // The rank turns it into an action of its own.
-            OwnerAction::PutDone { put, outcome } => self.jobs.put_done(put, outcome),
+            // The rank keeps these to itself.
+            OwnerAction::PutDone { .. } | OwnerAction::Announce(_) => {}
         }
     }
 
     fn carry_out_load(&mut self, action: LoadAction) {
         match action {
-            LoadAction::Locate { locate, ns, keys, deadline } => {
-                let number = self.announcer.directory_ns(ns);
-                let within = deadline.since(self.now());
-                self.control.locate(locate, number, &keys, within);
-            }
             LoadAction::Connect { rank, incarnation } => {
                 let now = self.now();
                 if incarnation == self.rank.incarnation() {
@@ -422,9 +403,8 @@ impl Driver {
                 }
             }
             LoadAction::Abort { read } => self.routes.abort(OpToken(read.0)),
-            LoadAction::MissReport { report, fingerprint, rank, incarnation, generation, reason } => {
-                self.control.queue_report(report, fingerprint, rank, incarnation, generation, reason);
-            }
+            // The rank keeps these to itself.
+            LoadAction::Locate { .. } | LoadAction::MissReport { .. } => {}
             LoadAction::NotifyScheduler { keys } => self.shared.remember_failed(&keys),
             LoadAction::Touch { incarnation, entries, .. } => {
                 if let Some(connection) = self.routes.control_of(incarnation) {
@@ -432,9 +412,9 @@ impl Driver {
                 }
             }
             LoadAction::BlockDone { load, block, outcome } => {
-                let own = self.rank.number();
+                let own = self.rank.member().map(|member| member.rank);
                 let outcome = outcome
-                    .map(|used| BlockOk::Loaded { transport: used.transport, local: used.rank == own });
+                    .map(|used| BlockOk::Loaded { transport: used.transport, local: Some(used.rank) == own });
                 if let Err(error) = &outcome {
                     self.log_failed_block(load, block, *error);
                 }
@@ -482,7 +462,7 @@ impl Driver {
             evictions: owner.evicted,
             jobs_in_progress: self.jobs.len() as u64,
             peers_connected: self.routes.ready().len() as u64,
-            directory_connected: self.announcer.member().is_some(),
+            directory_connected: self.rank.member().is_some(),
         }
     }
 
@@ -505,7 +485,7 @@ impl Driver {
                 self.cancel(job);
             }
             self.membership.leave_until = Some(now.after(drain.min(FAREWELL_MAX)));
-            self.announcer.handle_leave();
+            self.rank.handle_leave(now);
         }
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvfabric_core::wire::{
-    decode_request, encode_reply, Address, ClearAck, Hello, HelloAck, HelloReply, Name, Records, Refusal,
+    decode_request, encode_reply, Address, Hello, HelloAck, HelloReply, Name, Records, Refusal,
     Reply, Request, Token, Touch, UnixOffer, TCP_TOKENS_MAX,
 };
 use kvfabric_core::Incarnation;
@@ -139,9 +139,4 @@ pub(crate) fn respond(responder: Responder, reply: &Reply<'_>) {
         }
     }
     responder.reply(frame);
-}
-
-/// Answers the directory's CLEAR.
-pub(crate) fn acknowledge_clear(responder: Responder, clear: u64, done: bool) {
-    respond(responder, &Reply::ClearAck(ClearAck { clear, done }));
 }

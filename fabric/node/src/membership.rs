@@ -12,7 +12,6 @@ use kvfabric_transport_control::Connection;
 
 use crate::command::Command;
 use crate::driver::Driver;
-use crate::handler::acknowledge_clear;
 use crate::shared::DirectoryView;
 use crate::system::random_u64;
 use crate::StartError;
@@ -113,7 +112,7 @@ impl Driver {
                 let jitter = Duration::from_micros(random_u64().map_or(0, |number| number % 200_000));
                 // The first announcement has nothing to say and need not wait for others.
                 let jitter = if self.membership.starting.is_some() { Duration::ZERO } else { jitter };
-                let link = self.announcer.handle_connected(now, jitter);
+                let link = self.rank.handle_directory_connected(now, jitter);
                 self.membership.link = Some((link, connection));
             }
             Command::LinkDown { connection, why }
@@ -127,7 +126,7 @@ impl Driver {
             }
             Command::Reply { tag: RequestTag::Leave, .. } => self.membership.leave_until = None,
             Command::Reply { link, tag, frame } => match decode_reply(&frame) {
-                Ok(reply) => self.announcer.handle_reply(now, link, tag, &reply),
+                Ok(reply) => self.rank.handle_directory_reply(now, link, tag, &reply),
                 Err(error) => tracing::warn!(%error, "the directory's answer cannot be read"),
             },
             Command::LivenessOpened { link, result } => self.handle_liveness_opened(link, result),
@@ -138,20 +137,17 @@ impl Driver {
             Command::Flush { within, reply } => {
                 let flush = FlushId(self.membership.name_next());
                 self.membership.flushes.insert(flush, reply);
-                self.announcer.handle_flush(now, flush, now.after(within));
+                self.rank.handle_flush(now, flush, now.after(within));
             }
             Command::Clear { ns, within, reply } => {
                 let clear = ClearId(self.membership.name_next());
                 self.membership.clears.insert(clear, reply);
-                self.announcer.handle_clear(now, clear, ns, now.after(within));
+                self.rank.handle_clear(now, clear, ns, now.after(within));
             }
-            Command::ClearRank { clear, responder } => match self.announcer.handle_clear_rank(now, &clear) {
-                Some((ns, epoch)) => {
-                    let name = self.control.begin_clear(clear.clear, responder);
-                    self.rank.handle_clear(now, name, ns, epoch);
-                }
-                None => acknowledge_clear(responder, clear.clear, true),
-            },
+            Command::ClearRank { clear, responder } => {
+                self.control.begin_clear(clear.clear, responder);
+                self.rank.handle_clear_rank(now, &clear);
+            }
             _ => {}
         }
         self.update_view();
@@ -164,7 +160,7 @@ impl Driver {
         match result {
             Ok(client) => {
                 self.membership.liveness = Some(client);
-                if let Some(member) = self.announcer.member() {
+                if let Some(member) = self.rank.member() {
                     tracing::info!(directory = %self.membership.target, rank = member.rank.0, "joined the directory");
                 }
                 if let Some(starting) = self.membership.starting.take() {
@@ -191,13 +187,12 @@ impl Driver {
             // Dropping joins its thread, which may take a moment.
             self.control.runtime.spawn_blocking(move || drop(liveness));
         }
-        self.announcer.handle_disconnected(now);
-        self.rank.handle_number(None);
+        self.rank.handle_directory_disconnected(now);
     }
 
     fn open_namespace(&mut self, name: NsName, reply: SyncSender<NsId>) {
         let now = self.now();
-        match self.announcer.open(now, name) {
+        match self.rank.open_namespace(now, name) {
             Ok(ns) => {
                 if !self.membership.opened.contains(&ns) {
                     self.membership.opened.push(ns);
@@ -212,9 +207,9 @@ impl Driver {
     /// Answers those whose namespace has a number, or who waited long enough.
     pub(crate) fn settle_openings(&mut self) {
         let now = self.now();
-        let (announcer, opening) = (&self.announcer, &mut self.membership.opening);
+        let (rank, opening) = (&self.rank, &mut self.membership.opening);
         opening.retain(|(ns, until, reply)| {
-            let done = announcer.directory_ns(*ns).is_some() || *until <= now;
+            let done = rank.directory_ns(*ns).is_some() || *until <= now;
             if done {
                 let _ = reply.try_send(*ns);
             }
@@ -231,20 +226,7 @@ impl Driver {
         }
     }
 
-    pub(crate) fn carry_out_announcements(&mut self) -> bool {
-        let mut any = false;
-        while let Some(action) = self.announcer.poll_action() {
-            any = true;
-            self.carry_out_announcement(action);
-        }
-        if any {
-            self.update_view();
-        }
-        any
-    }
-
-    fn carry_out_announcement(&mut self, action: AnnouncerAction) {
-        let now = self.now();
+    pub(crate) fn carry_out_directory(&mut self, action: AnnouncerAction) {
         match action {
             AnnouncerAction::Send { link, tag, request } => {
                 let Some((current, connection)) = &self.membership.link else { return };
@@ -267,13 +249,8 @@ impl Driver {
                 });
             }
             AnnouncerAction::OpenLiveness { link, attach } => self.open_liveness(link, &attach),
-            AnnouncerAction::NeedSnapshot => {
-                self.announcer.handle_snapshot(now, self.rank.published());
-            }
-            AnnouncerAction::EpochChanged { ns, epoch } => {
-                // Nobody waits for this one: the directory has hidden the entries already.
-                self.rank.handle_clear(now, 0, ns, epoch);
-            }
+            // The rank keeps these to itself.
+            AnnouncerAction::NeedSnapshot | AnnouncerAction::EpochChanged { .. } => {}
             AnnouncerAction::FlushDone { flush, ok } => {
                 if let Some(reply) = self.membership.flushes.remove(&flush) {
                     let _ = reply.try_send(ok);
@@ -293,7 +270,6 @@ impl Driver {
         if *current != link {
             return;
         }
-        self.rank.handle_number(Some(attach.member.rank));
         let address = connection.peer().address();
         let config = ClientConfig::for_peer_timeout(self.membership.peer_timeout);
         let ticket = Ticket::from_number(attach.liveness_token);
@@ -336,11 +312,11 @@ impl Driver {
     /// What lookups need to know, as it is now.
     fn update_view(&mut self) {
         let asker = self.control.engine;
-        let member = self.announcer.member();
+        let member = self.rank.member();
         let attached = self.membership.liveness.is_some();
         let view = match (self.membership.connection(), member) {
             (Some(connection), Some(_)) if attached => {
-                let number = |ns: &NsId| Some((*ns, self.announcer.directory_ns(*ns)?));
+                let number = |ns: &NsId| Some((*ns, self.rank.directory_ns(*ns)?));
                 let numbers: BTreeMap<_, _> = self.membership.opened.iter().filter_map(number).collect();
                 Some(DirectoryView { connection: connection.clone(), asker, numbers })
             }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvfabric_core::directory::{Announcer, AnnouncerConfig};
+use kvfabric_core::directory::AnnouncerConfig;
 use kvfabric_core::limits;
 use kvfabric_core::load::VerifyPolicy;
 use kvfabric_core::rank::{Rank, RankConfig};
@@ -569,7 +569,7 @@ impl Starter {
         identity: AnnouncerConfig,
         membership: Membership,
     ) -> Result<Driver, StartError> {
-        let mut rank = RankConfig::new(self.incarnation, self.config.pool_bytes);
+        let mut rank = RankConfig::new(identity, self.config.pool_bytes);
         rank.owner.extent_bytes = self.config.extent_bytes;
         rank.owner.slots_max = word_slots(self.config.pool_bytes);
         rank.load.verify = self.config.verify.map_or_else(VerifyPolicy::default, VerifyPolicy::all);
@@ -582,7 +582,6 @@ impl Starter {
             inbox,
             started: Instant::now(),
             rank,
-            announcer: Announcer::new(identity),
             memory: self.memory.clone(),
             filler,
             routes: Routes::new(self.lanes(commands)?),

@@ -79,15 +79,15 @@ impl Admission {
         true
     }
 
-    /// Forgets sources whose bucket is full again, which changes nothing for them; else the one seen longest ago.
+    /// Forgets sources whose bucket is full again, which changes nothing for them; if that is not enough, the quarter
+    /// that was seen longest ago, so that a flood of sources does not cost a scan for each.
     fn forget_some(&mut self, now: Instant) {
         self.sources.retain(|_, bucket| now.saturating_duration_since(bucket.filled_at).as_secs() < 1);
         if self.sources.len() >= HANDSHAKE_SOURCES_MAX {
-            let stalest =
-                self.sources.iter().min_by_key(|(_, bucket)| bucket.filled_at).map(|(source, _)| *source);
-            if let Some(source) = stalest {
-                self.sources.remove(&source);
-            }
+            let mut times: Vec<Instant> = self.sources.values().map(|bucket| bucket.filled_at).collect();
+            let (_, oldest_kept, _) = times.select_nth_unstable(HANDSHAKE_SOURCES_MAX / 4);
+            let oldest_kept = *oldest_kept;
+            self.sources.retain(|_, bucket| bucket.filled_at > oldest_kept);
         }
     }
 }

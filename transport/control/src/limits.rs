@@ -27,7 +27,7 @@ pub const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 pub const CONNECTIONS_MAX: usize = 16_384;
 /// Handshakes a second admitted from one source address (design 5); as many may come in one burst.
 pub const HANDSHAKES_PER_SOURCE_PER_S: u32 = 64;
-/// Source addresses whose handshake rate is remembered; beyond it the stalest is forgotten.
+/// Source addresses whose handshake rate is remembered; beyond it the stalest quarter is forgotten.
 pub const HANDSHAKE_SOURCES_MAX: usize = 4096;
 /// Handshakes under way at once; more are refused.
 pub const HANDSHAKES_PENDING_MAX: usize = 1024;

@@ -5,171 +5,17 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use super::peer::{Peer, NO_BLOCK};
 use super::plan::CandidateFailure;
 use super::slab::{Key, Slab};
+use super::state::{Block, Load, Locate, Phase, Read, Report, Timer};
 use super::{
-    DirectoryUnavailable, LoadAction, LoadBlock, LoadError, LoadId, LoadRequest, LoadStats, LocateId,
-    ReadFailure, ReadId, Replica, Replicas, ReportId, TransportUsed, READ_BLAME_MIN,
+    DirectoryUnavailable, LoadAction, LoadError, LoadId, LoadRequest, LoadStats, LoaderConfig, LocateId,
+    ReadFailure, ReadId, Replicas, ReportId, TransportUsed, READ_BLAME_MIN,
 };
 use crate::limits::{
-    DESTINATION_INFLIGHT_BYTES, JOBS_MAX, JOB_BLOCKS_MAX, LOAD_BLOCKS_MAX, LOCATE_TIMEOUT, OBJECT_BYTES_MAX,
-    REPLICAS_PER_ANSWER_MAX, SOURCE_INFLIGHT_BYTES, TOUCH_ENTRIES_MAX, TOUCH_INTERVAL,
+    JOBS_MAX, JOB_BLOCKS_MAX, LOAD_BLOCKS_MAX, LOCATE_TIMEOUT, OBJECT_BYTES_MAX, REPLICAS_PER_ANSWER_MAX,
+    TOUCH_ENTRIES_MAX, TOUCH_INTERVAL,
 };
 use crate::word::{accept, Expected, Rejection, Word};
-use crate::{Fingerprint, Incarnation, NsId, Time, TransportKind, Verify};
-
-/// When landed bytes are compared with their checksum, by transport (design 1.5).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct VerifyPolicy {
-    /// Same host.
-    pub shm: Verify,
-    /// TCP.
-    pub tcp: Verify,
-    /// RDMA.
-    pub rdma: Verify,
-}
-
-impl Default for VerifyPolicy {
-    fn default() -> Self {
-        Self { shm: Verify::Sampled, tcp: Verify::Always, rdma: Verify::Sampled }
-    }
-}
-
-impl VerifyPolicy {
-    /// The same choice for every transport.
-    #[must_use]
-    pub const fn all(verify: Verify) -> Self {
-        Self { shm: verify, tcp: verify, rdma: verify }
-    }
-
-    /// The choice for one transport.
-    #[must_use]
-    pub const fn of(&self, transport: TransportKind) -> Verify {
-        match transport {
-            TransportKind::Shm => self.shm,
-            TransportKind::Tcp => self.tcp,
-            TransportKind::Rdma => self.rdma,
-        }
-    }
-}
-
-/// Configuration of a [`Loader`].
-#[derive(Clone, Debug)]
-pub struct LoaderConfig {
-    /// This process's own incarnation: its replicas are tried first.
-    pub incarnation: Incarnation,
-    /// When checksums are compared.
-    pub verify: VerifyPolicy,
-    /// Most bytes in flight from one source; one object may always travel.
-    pub source_inflight_bytes: u64,
-    /// Most bytes in flight in all; one object may always travel.
-    pub destination_inflight_bytes: u64,
-    /// Most reads in flight in all.
-    pub reads_inflight: usize,
-    /// Seed of the jitter that keeps ranks from reconnecting in step. Decides nothing else.
-    pub seed: u64,
-}
-
-impl LoaderConfig {
-    /// The defaults of design 1.5 and 4. The seed is the incarnation, which differs from process to process.
-    #[must_use]
-    pub fn new(incarnation: Incarnation) -> Self {
-        Self {
-            incarnation,
-            verify: VerifyPolicy::default(),
-            source_inflight_bytes: SOURCE_INFLIGHT_BYTES,
-            destination_inflight_bytes: DESTINATION_INFLIGHT_BYTES,
-            reads_inflight: super::READS_INFLIGHT_MAX,
-            seed: incarnation.get(),
-        }
-    }
-}
-
-/// State of one block (design 1.8). `DATA_DONE` and `WORD_POSTED` lie within the provider.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
-    /// PLANNED: waits for the directory.
-    Locating,
-    /// PLANNED: waits for its peer or for room.
-    Queued,
-    /// POSTED: a read is in flight into the destination.
-    Posted,
-    /// DRAINING: the read was ended by force and has not retired yet.
-    Draining,
-    /// FAILED, but its miss reports are not acknowledged yet. No read is in flight.
-    Reporting,
-    /// OK or FAILED, and `BlockDone` was sent.
-    Done,
-}
-
-#[derive(Debug)]
-pub(super) struct Block {
-    pub(super) candidates: Replicas,
-    /// The read in flight, in `Posted` and `Draining`. There is one place for it, so there is never a second (R8).
-    pub(super) read: Key,
-    /// Next block in the lane.
-    pub(super) next: u32,
-    /// Index of the candidate that is being tried.
-    pub(super) cursor: u8,
-    pub(super) phase: Phase,
-    /// Miss reports not acknowledged yet.
-    pub(super) reports: u8,
-    pub(super) report_lost: bool,
-    /// Whether the directory was asked.
-    pub(super) located: bool,
-    /// The gravest failure of a candidate so far.
-    pub(super) worst: Option<LoadError>,
-    /// How the block ends once drained or reported; `None` in `Draining` means: try the next candidate.
-    pub(super) verdict: Option<LoadError>,
-}
-
-#[derive(Debug)]
-pub(super) struct Load {
-    pub(super) id: LoadId,
-    pub(super) ns: NsId,
-    pub(super) deadline: Time,
-    pub(super) request: Vec<LoadBlock>,
-    pub(super) blocks: Vec<Block>,
-    /// Blocks that are not `Done`.
-    pub(super) remaining: usize,
-    /// Its lane at each peer, sorted by peer.
-    pub(super) lanes: Vec<(Key, Key)>,
-    /// Blocks that the directory must be asked for at the next poll.
-    pub(super) unlocated: Vec<u32>,
-}
-
-#[derive(Debug)]
-pub(super) struct Read {
-    pub(super) load: Key,
-    pub(super) block: u32,
-    pub(super) peer: Key,
-    pub(super) bytes: u64,
-    pub(super) replica: Replica,
-    pub(super) transport: TransportKind,
-    pub(super) checksum: bool,
-    pub(super) posted_at: Time,
-}
-
-#[derive(Debug)]
-pub(super) struct Locate {
-    load: Key,
-    blocks: Vec<u32>,
-    until: Time,
-}
-
-#[derive(Debug)]
-pub(super) struct Report {
-    pub(super) load: Key,
-    pub(super) block: u32,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Timer {
-    Load(Key),
-    Locate(Key),
-    Connect(Key),
-    Resume(Key),
-    Stall(Key),
-    Touch(Key),
-}
+use crate::{Fingerprint, Incarnation, Time};
 
 /// The reader side of a rank: deterministic, without IO.
 ///

@@ -1,13 +1,16 @@
 //! The reader side of a rank: loads, replicas, peers, deadlines (design 1.3 R1-R8, 1.8, 4).
 
+mod config;
 mod loader;
 mod peer;
 mod peers;
 mod plan;
 mod slab;
+mod state;
 mod stats;
 
-pub use loader::{Loader, LoaderConfig, VerifyPolicy};
+pub use config::{LoaderConfig, VerifyPolicy};
+pub use loader::Loader;
 pub use stats::{FailureStats, LoadStats, TransportStats};
 
 use core::time::Duration;

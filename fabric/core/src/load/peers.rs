@@ -2,10 +2,11 @@
 
 use core::time::Duration;
 
-use super::loader::{Loader, Phase, Read, Timer};
+use super::loader::Loader;
 use super::peer::{Peer, PeerState, NO_BLOCK};
 use super::plan::CandidateFailure;
 use super::slab::Key;
+use super::state::{Phase, Read, Timer};
 use super::{LoadAction, PeerFailure, ReadFailure, PEERS_MAX, SHORTAGE_PAUSE_MAX, SHORTAGE_PAUSE_MIN};
 use crate::limits::{CONNECT_TIMEOUT, SUSPECT_MAX, SUSPECT_MIN};
 use crate::word::Word;

@@ -1,10 +1,11 @@
 //! Which replica a block is read from, when its read is posted, and how a block ends.
 
-use super::loader::{Loader, Phase, Read, Timer};
+use super::loader::Loader;
 use super::peer::{PeerState, NO_BLOCK};
 use super::slab::Key;
+use super::state::{Phase, Read, Report, Timer};
 use super::{
-    loader::Report, LoadAction, LoadError, MissReason, ReadId, Replica, ReportId, TransportUsed, REPORTS_MAX,
+    LoadAction, LoadError, MissReason, ReadId, Replica, ReportId, TransportUsed, REPORTS_MAX,
     STALL_BYTES_PER_MICRO, STALL_MIN,
 };
 use crate::limits::{LOOKUP_KEYS_MAX, MISS_REPORT_WAIT};

@@ -129,6 +129,7 @@ impl Entries {
     }
 
     /// Number of records in use.
+    #[cfg(any(test, debug_assertions))]
     pub(super) fn len(&self) -> usize {
         self.by_fingerprint.len()
     }

@@ -229,12 +229,12 @@ impl Owner {
         settled
     }
 
-    /// Hands over extents that are on their way to slabs without waiting puts. Returns whether there were any.
+    /// Hands over one extent that is on its way to a slab without waiting puts. Returns whether there was one.
     pub(super) fn settle_unwanted(&mut self) -> bool {
         let idle = |slab: &super::space::Slab| slab.waiting.is_empty() && slab.pending.is_some();
         let idle: Vec<u32> =
             (0u32..).zip(&self.space.slabs).filter(|(_, slab)| idle(slab)).map(|(index, _)| index).collect();
-        idle.into_iter().fold(false, |any, slab| self.settle_move(slab, true) || any)
+        idle.into_iter().any(|slab| self.settle_move(slab, true))
     }
 
     /// Links an entry that got a slot to its parent, if that holds one too.

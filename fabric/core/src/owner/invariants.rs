@@ -6,14 +6,12 @@ use super::space::{ExtentState, SlotState};
 
 impl Owner {
     /// Panics if the state contradicts itself. O(everything); not part of the release build.
-    #[cfg(any(test, debug_assertions))]
     pub fn check_invariants(&self) {
         self.check_entries();
         self.check_extents();
         self.check_slabs();
     }
 
-    #[cfg(any(test, debug_assertions))]
     fn check_entries(&self) {
         let (mut published, mut filling, mut waiting, mut puts) = (0u64, 0u64, 0u64, 0usize);
         let mut children = std::collections::BTreeMap::<u32, u32>::new();
@@ -61,7 +59,6 @@ impl Owner {
         assert_eq!(published + filling + waiting, self.entries.len() as u64);
     }
 
-    #[cfg(any(test, debug_assertions))]
     fn check_extents(&self) {
         let mut end = 0;
         for (index, place) in (0u32..).zip(&self.space.extents) {
@@ -93,7 +90,6 @@ impl Owner {
         assert!(self.space.slots.len() <= self.config.slots_max as usize);
     }
 
-    #[cfg(any(test, debug_assertions))]
     fn check_slabs(&self) {
         for (index, slab) in (0u32..).zip(&self.space.slabs) {
             let (mut slots, mut free, mut quarantine, mut published) = (0, 0, 0, 0);

@@ -103,12 +103,6 @@ impl List {
         self.len -= 1;
     }
 
-    pub(crate) fn pop_head(&mut self, links: &mut impl Links) -> Option<u32> {
-        let head = self.head()?;
-        self.remove(links, head);
-        Some(head)
-    }
-
     /// Elements from head to tail.
     pub(crate) fn iter<'a, L: Links>(&self, links: &'a L) -> impl Iterator<Item = u32> + 'a {
         let mut at = self.head;

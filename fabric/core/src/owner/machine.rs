@@ -7,7 +7,8 @@ use super::entry::{Entries, Entry, EntryState, Nodes};
 use super::list::{List, NIL};
 use super::policy::Newcomer;
 use super::put::Puts;
-use super::space::{stride_bytes, ExtentState, Pending, SlotState, Space};
+use super::room::Room;
+use super::space::{stride_bytes, ExtentState, SlotState, Space};
 use super::{
     Announcement, ConfigError, FillError, OwnerAction, OwnerConfig, Put, PutError, PutId, SlabRecord, Stored,
 };
@@ -119,14 +120,6 @@ pub struct Owner {
     pub(super) stats: OwnerStats,
 }
 
-/// Outcome of looking for a slot.
-pub(super) enum Room {
-    Slot(SlotId),
-    /// Something in progress will free one.
-    Later,
-    Never(PutError),
-}
-
 impl Owner {
     /// A new owner with an empty pool. No memory is asked for before the first put.
     ///
@@ -170,6 +163,11 @@ impl Owner {
             return;
         };
         match result {
+            // Another slab took the last slot ids meanwhile; without ids no extent is of use to anybody.
+            Ok(()) if self.space.slot_ids_left() == 0 => {
+                self.space.refuse(extent, self.space.memory_retry_at);
+                self.space.slabs[slab as usize].pending = None;
+            }
             Ok(()) => {
                 self.stats.backed_bytes += self.space.extents[extent as usize].length_bytes;
                 self.assign(extent, slab);
@@ -379,7 +377,11 @@ impl Owner {
             self.finish(put, Ok(Stored::Resident));
             return Ok(());
         }
-        entry.ns_epoch = entry.ns_epoch.max(request.ns_epoch);
+        if request.ns_epoch < entry.ns_epoch {
+            // The namespace was cleared after this put was submitted: its bytes must not appear under the newer epoch.
+            return Err(PutError::Cleared);
+        }
+        entry.ns_epoch = request.ns_epoch;
         self.puts.attach(&mut entry.puts, put, at, request.ns_epoch);
         Ok(())
     }
@@ -429,63 +431,8 @@ impl Owner {
         Ok(())
     }
 
-    /// Puts an entry into its slab's queue.
-    fn enqueue(&mut self, at: u32, first: bool) {
-        let entry = self.entries.get_mut(at);
-        entry.state = EntryState::Waiting;
-        let slab = entry.slab;
-        let waiting = &mut self.space.slabs[slab as usize].waiting;
-        if first {
-            waiting.push_head(&mut self.nodes, at);
-        } else {
-            waiting.push_tail(&mut self.nodes, at);
-        }
-        self.stats.waiting += 1;
-        self.starved.insert(slab);
-    }
-
-    pub(super) fn dequeue(&mut self, at: u32) {
-        let slab = self.entries.get(at).slab;
-        let waiting = &mut self.space.slabs[slab as usize].waiting;
-        waiting.remove(&mut self.nodes, at);
-        self.stats.waiting -= 1;
-        if waiting.is_empty() {
-            self.starved.remove(&slab);
-        }
-    }
-
-    /// Gives freed slots to the entries that wait for them.
-    pub(super) fn serve_starved(&mut self, now: Time) {
-        let mut next = self.starved.first().copied();
-        while let Some(slab) = next {
-            while let Some(at) = self.space.slabs[slab as usize].waiting.head() {
-                match self.find_room(now, slab) {
-                    Room::Slot(slot) => {
-                        self.dequeue(at);
-                        self.fill(at, slot);
-                    }
-                    Room::Later => break,
-                    Room::Never(error) => {
-                        self.dequeue(at);
-                        self.forget(at, error);
-                    }
-                }
-            }
-            next = self.starved.range(slab + 1..).next().copied();
-        }
-    }
-
-    /// Ends all puts of an entry that holds no slot, and the entry.
-    pub(super) fn forget(&mut self, at: u32, error: PutError) {
-        while let Some(index) = self.entries.get(at).puts.head() {
-            let id = self.puts.detach(&mut self.entries.get_mut(at).puts, index);
-            self.finish(id, Err(error));
-        }
-        self.entries.remove(at);
-    }
-
     /// FREE -> FILLING. Rule O1 precedes the copy.
-    fn fill(&mut self, at: u32, slot: SlotId) {
+    pub(super) fn fill(&mut self, at: u32, slot: SlotId) {
         let generation = self.invalidate_word(slot);
         let cell = &mut self.space.slots[slot.0 as usize];
         cell.state = SlotState::Filling;
@@ -607,7 +554,7 @@ impl Owner {
         generation
     }
 
-    fn finish(&mut self, put: PutId, outcome: Result<Stored, PutError>) {
+    pub(super) fn finish(&mut self, put: PutId, outcome: Result<Stored, PutError>) {
         match outcome {
             Ok(Stored::Filled) => self.stats.stored += 1,
             Ok(Stored::Resident) => self.stats.already_resident += 1,
@@ -648,76 +595,6 @@ impl Owner {
     fn offset(&self, slot: SlotId) -> u64 {
         let record = &self.space.extents[self.space.slots[slot.0 as usize].extent as usize].record;
         record.base_offset + u64::from(slot.0 - record.first_slot.0) * stride_bytes(record.object_bytes)
-    }
-
-    pub(super) fn assign(&mut self, extent: u32, slab: u32) {
-        let record = self.space.assign(extent, slab);
-        self.actions.push_back(OwnerAction::AddSlab(record));
-    }
-
-    /// Looks for a slot for `slab`: free, out of full quarantine, by growing, by an extent on its way, by evicting, out
-    /// of any quarantine, and only then by taking another slab's extent.
-    pub(super) fn find_room(&mut self, now: Time, slab: u32) -> Room {
-        if let Some(slot) = self.pop_free(slab).or_else(|| self.pop_quarantine(slab, false)) {
-            return Room::Slot(slot);
-        }
-        if let Some(Pending::Allocation { .. }) = self.space.slabs[slab as usize].pending {
-            return Room::Later;
-        }
-        if self.space.slabs[slab as usize].pending.is_none() {
-            if let Some(extent) = self.space.grow(now, slab) {
-                self.space.slabs[slab as usize].pending = Some(Pending::Allocation { extent });
-                let place = &self.space.extents[extent as usize];
-                self.actions.push_back(OwnerAction::AllocateExtent {
-                    extent,
-                    offset: place.offset,
-                    length_bytes: place.length_bytes,
-                });
-                return Room::Later;
-            }
-        }
-        if self.settle_move(slab, false) {
-            return self.pop_free(slab).map_or(Room::Later, Room::Slot);
-        }
-        if self.evict_coldest(slab) {
-            self.balance(slab);
-            return self.pop_quarantine(slab, true).map_or(Room::Later, Room::Slot);
-        }
-        if let Some(slot) = self.pop_quarantine(slab, true) {
-            return Room::Slot(slot);
-        }
-        if self.settle_move(slab, true) {
-            return self.pop_free(slab).map_or(Room::Later, Room::Slot);
-        }
-        self.take_extent(slab)
-    }
-
-    /// A slab that has nothing to evict and nothing free.
-    fn take_extent(&mut self, slab: u32) -> Room {
-        let hungry = &self.space.slabs[slab as usize];
-        // Its own fills, or those in an extent on its way to it, will end.
-        if hungry.slots > 0 || hungry.pending.is_some() {
-            return Room::Later;
-        }
-        if self.space.slot_ids_left() == 0 {
-            return Room::Never(PutError::PoolFull);
-        }
-        if let Some(extent) = self.space.coldest_of_richest(slab) {
-            self.move_extent(extent, slab, 0);
-            self.settle_move(slab, true);
-            return self.pop_free(slab).map_or(Room::Later, Room::Slot);
-        }
-        // An extent may rest on its way to a slab that wants it no more.
-        if self.settle_unwanted() {
-            return self.take_extent(slab);
-        }
-        let stride = self.space.slabs[slab as usize].stride_bytes;
-        let mut fitting = self.space.extents.iter().filter(|place| place.length_bytes >= stride);
-        if fitting.any(|place| place.state != ExtentState::Unbacked) {
-            return Room::Later;
-        }
-        let refused = self.space.extents.iter().any(|place| place.state == ExtentState::Unbacked);
-        Room::Never(if refused { PutError::NoMemory } else { PutError::PoolFull })
     }
 }
 

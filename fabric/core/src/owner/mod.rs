@@ -4,17 +4,19 @@
 //! precedes the [`OwnerAction::Fill`] that overwrites the slot.
 //!
 //! [`Owner`] is the state machine. Its parts: `entry` (one record per key that is resident, being filled or waiting for
-//! a slot), `put` (puts in progress), `space` (extents, slabs and slots), `policy` (what to evict), `evict` (everything
-//! that takes a slot away from a key).
+//! a slot), `put` (puts in progress), `space` (extents, slabs and slots), `policy` (what to evict), `room` (where a
+//! put's slot comes from), `evict` (everything that takes a slot away from a key).
 
 mod config;
 mod entry;
 mod evict;
+#[cfg(any(test, debug_assertions))]
 mod invariants;
 mod list;
 mod machine;
 pub mod policy;
 mod put;
+mod room;
 mod space;
 #[cfg(test)]
 mod tests;

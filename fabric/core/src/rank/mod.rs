@@ -1,85 +1,32 @@
-//! A rank as a whole: its owner side and its reader side behind one pair of `handle_*` and `poll_*`.
+//! A rank as a whole: its owner side, its reader side and its side of the directory behind one pair of `handle_*` and
+//! `poll_*`.
 //!
 //! The node is a thin driver of [`Rank`]: what is decided, is decided here.
 
 mod stores;
+#[cfg(test)]
+mod tests;
+mod types;
 
+use core::time::Duration;
 use std::collections::VecDeque;
 
-use thiserror::Error;
-
+use crate::directory::{
+    Announcer, AnnouncerAction, AnnouncerStats, ClearId, FlushId, LinkId, OpenError, RequestTag,
+};
 use crate::limits::{JOBS_MAX, JOB_BLOCKS_MAX, TOUCH_ENTRIES_MAX};
 use crate::load::{
-    DirectoryUnavailable, LoadAction, LoadId, LoadRequest, LoadStats, Loader, LoaderConfig, LocateId,
-    MissReason, PeerFailure, ReadFailure, ReadId, Replica, Replicas, ReportId,
+    DirectoryUnavailable, LoadAction, LoadId, LoadRequest, LoadStats, Loader, LocateId, MissReason,
+    PeerFailure, ReadFailure, ReadId, Replica, Replicas, ReportId,
 };
-use crate::owner::{
-    ConfigError, FillError, Owner, OwnerAction, OwnerConfig, OwnerStats, Put, PutError, PutId, Renumbering,
-    Resident, SlabRecord, Stored,
-};
+use crate::owner::{FillError, Owner, OwnerAction, OwnerStats, PutError, PutId, Resident, SlabRecord};
+use crate::wire::{ClearAck, ClearRank, Member, MissRecord, NsName, NsNumber, Reply, MISS_REPORTS_MAX};
 use crate::word::Word;
 use crate::{Fingerprint, Generation, Incarnation, NsEpoch, NsId, RankId, SlotId, Time, TransportKind};
 
 pub use stores::StoreId;
 use stores::Stores;
-
-/// The number that stands for this rank in its own hints while it is not a member of the directory. Peers are told
-/// apart by incarnation, so nothing depends on it.
-pub const RANK_NOT_JOINED: RankId = RankId(u32::MAX);
-
-/// Configuration of a [`Rank`].
-#[derive(Clone, Debug)]
-pub struct RankConfig {
-    /// Owner side.
-    pub owner: OwnerConfig,
-    /// Reader side. Both sides must have the same incarnation.
-    pub load: LoaderConfig,
-}
-
-impl RankConfig {
-    /// The defaults for a pool of `pool_bytes`.
-    #[must_use]
-    pub fn new(incarnation: Incarnation, pool_bytes: u64) -> Self {
-        Self { owner: OwnerConfig::new(pool_bytes, incarnation), load: LoaderConfig::new(incarnation) }
-    }
-}
-
-/// Puts that share a deadline and an end.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoreJob {
-    /// Name of the first put; the others follow by one. The driver keeps their sources under these names.
-    pub first_put: PutId,
-    /// The puts, at most [`JOB_BLOCKS_MAX`].
-    pub puts: Vec<Put>,
-    /// When puts that are not over are given up.
-    pub deadline: Time,
-}
-
-/// What the driver must do, in this order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Of the owner side. Never [`OwnerAction::PutDone`].
-    Owner(OwnerAction),
-    /// A put of a job is over and its source is free.
-    PutDone {
-        /// Put.
-        put: PutId,
-        /// Result.
-        outcome: Result<Stored, PutError>,
-    },
-    /// Every put of the job is over.
-    StoreDone {
-        /// Job.
-        store: StoreId,
-    },
-    /// Of the reader side. [`LoadAction::Touch`] names other ranks only.
-    Load(LoadAction),
-    /// Every slot of the cleared namespace is invalid: acknowledge the CLEAR.
-    ClearDone {
-        /// Name of the CLEAR, from [`Rank::handle_clear`].
-        clear: u64,
-    },
-}
+pub use types::{Action, RankConfig, RankError, StoreJob, RANK_NOT_JOINED};
 
 /// A rank: deterministic, without IO.
 ///
@@ -89,15 +36,18 @@ pub enum Action {
 #[derive(Debug)]
 pub struct Rank {
     incarnation: Incarnation,
-    number: RankId,
     now: Time,
     owner: Owner,
     loader: Loader,
+    announcer: Announcer,
     stores: Stores,
     /// Actions taken from the parts, and those of the rank itself.
     actions: VecDeque<Action>,
     /// CLEARs to acknowledge once the owner's actions so far are given out.
     cleared: VecDeque<u64>,
+    /// Miss reports that go out together.
+    reports: Vec<ReportId>,
+    records: Vec<MissRecord>,
 }
 
 impl Rank {
@@ -107,26 +57,91 @@ impl Rank {
     /// [`RankError`] if the configuration cannot work.
     pub fn new(config: RankConfig) -> Result<Self, RankError> {
         let incarnation = config.owner.incarnation;
-        if config.load.incarnation != incarnation {
-            return Err(RankError::TwoIncarnations { owner: incarnation, load: config.load.incarnation });
+        if config.load.incarnation != incarnation || config.announcer.incarnation != incarnation {
+            return Err(RankError::Incarnations {
+                owner: incarnation,
+                load: config.load.incarnation,
+                announcer: config.announcer.incarnation,
+            });
         }
         Ok(Self {
             incarnation,
-            number: RANK_NOT_JOINED,
             now: Time::ZERO,
             owner: Owner::new(config.owner)?,
             loader: Loader::new(config.load),
+            announcer: Announcer::new(config.announcer),
             stores: Stores::default(),
             actions: VecDeque::new(),
             cleared: VecDeque::new(),
+            reports: Vec::new(),
+            records: Vec::new(),
         })
     }
 
-    /// The directory admitted this process under a number, again or for the first time; `None`: it is no member now.
-    /// Slots and words stay valid: they belong to the incarnation (design 1.9).
-    pub fn handle_number(&mut self, number: Option<RankId>) {
-        self.number = number.unwrap_or(RANK_NOT_JOINED);
+    // ---- the directory ----
+
+    /// See [`Announcer::open`]. Stores and loads name namespaces by the number returned.
+    ///
+    /// # Errors
+    /// [`OpenError`]: too many namespaces.
+    pub fn open_namespace(&mut self, now: Time, name: NsName) -> Result<NsId, OpenError> {
+        self.advance(now);
+        self.announcer.open(self.now, name)
     }
+
+    /// See [`Announcer::handle_connected`].
+    pub fn handle_directory_connected(&mut self, now: Time, jitter: Duration) -> LinkId {
+        self.advance(now);
+        self.announcer.handle_connected(self.now, jitter)
+    }
+
+    /// See [`Announcer::handle_disconnected`].
+    pub fn handle_directory_disconnected(&mut self, now: Time) {
+        self.advance(now);
+        self.announcer.handle_disconnected(self.now);
+    }
+
+    /// See [`Announcer::handle_reply`].
+    pub fn handle_directory_reply(&mut self, now: Time, link: LinkId, tag: RequestTag, reply: &Reply<'_>) {
+        self.advance(now);
+        self.announcer.handle_reply(self.now, link, tag, reply);
+    }
+
+    /// See [`Announcer::handle_leave`].
+    pub fn handle_leave(&mut self, now: Time) {
+        self.advance(now);
+        self.announcer.handle_leave();
+    }
+
+    /// The directory asks this rank to clear a namespace; ends with [`Action::AcknowledgeClear`], after the last word's
+    /// invalidation.
+    pub fn handle_clear_rank(&mut self, now: Time, clear: &ClearRank) {
+        self.advance(now);
+        if let Some((ns, epoch)) = self.announcer.handle_clear_rank(self.now, clear) {
+            self.owner.handle_clear(self.now, ns, epoch);
+        }
+        self.cleared.push_back(clear.clear);
+    }
+
+    /// See [`Announcer::handle_clear`].
+    pub fn handle_clear(&mut self, now: Time, clear: ClearId, ns: NsId, deadline: Time) {
+        self.advance(now);
+        self.announcer.handle_clear(self.now, clear, ns, deadline);
+    }
+
+    /// See [`Announcer::handle_flush`]. What was stored before is queued before.
+    pub fn handle_flush(&mut self, now: Time, flush: FlushId, deadline: Time) {
+        self.advance(now);
+        self.move_owner_actions();
+        self.announcer.handle_flush(self.now, flush, deadline);
+    }
+
+    /// See [`Announcer::set_load`].
+    pub fn set_load(&mut self, load: u8) {
+        self.announcer.set_load(load);
+    }
+
+    // ---- the owner side ----
 
     /// Starts a store job. Each of its puts gets exactly one `PutDone`, and then the job one `StoreDone`.
     ///
@@ -151,7 +166,8 @@ impl Rank {
             return;
         }
         self.stores.insert(id, job.first_put, count, job.deadline);
-        for (put, name) in job.puts.into_iter().zip(job.first_put.0..) {
+        for (mut put, name) in job.puts.into_iter().zip(job.first_put.0..) {
+            put.ns_epoch = self.announcer.epoch(put.ns).unwrap_or(put.ns_epoch);
             self.owner.handle_put(self.now, PutId(name), put);
         }
     }
@@ -192,18 +208,6 @@ impl Rank {
         self.owner.handle_invalidate_all(self.now);
     }
 
-    /// The directory cleared a namespace. `ClearDone` follows the last word's invalidation.
-    pub fn handle_clear(&mut self, now: Time, clear: u64, ns: NsId, epoch: NsEpoch) {
-        self.advance(now);
-        self.owner.handle_clear(self.now, ns, epoch);
-        self.cleared.push_back(clear);
-    }
-
-    /// See [`Owner::handle_renumbered`].
-    pub fn handle_renumbered(&mut self, changes: &[Renumbering]) {
-        self.owner.handle_renumbered(changes);
-    }
-
     /// A peer's TOUCH: blocks of this rank that it read. Advisory; what is too much is left out.
     pub fn handle_touch(&mut self, now: Time, entries: &[(SlotId, Generation)]) {
         self.advance(now);
@@ -211,6 +215,8 @@ impl Rank {
             self.owner.handle_touch(self.now, slot, generation);
         }
     }
+
+    // ---- the reader side ----
 
     /// Starts a load; see [`Loader::handle_load`]. Where a block names no local replica, this rank's own pool is
     /// looked at.
@@ -233,7 +239,7 @@ impl Rank {
         let resident = self.owner.resident(key.fingerprint())?;
         let same = resident.key == *key && (resident.layout, resident.object_bytes) == (layout, object_bytes);
         same.then_some(Replica {
-            rank: self.number,
+            rank: self.announcer.member().map_or(RANK_NOT_JOINED, |member| member.rank),
             incarnation: self.incarnation,
             slot: resident.slot,
             generation: resident.generation,
@@ -300,11 +306,15 @@ impl Rank {
         self.loader.handle_read_done(self.now, read, result);
     }
 
-    /// See [`Loader::handle_miss_reported`].
-    pub fn handle_miss_reported(&mut self, now: Time, report: ReportId) {
+    /// The directory acknowledged these reports; see [`Loader::handle_miss_reported`].
+    pub fn handle_misses_reported(&mut self, now: Time, reports: &[ReportId]) {
         self.advance(now);
-        self.loader.handle_miss_reported(self.now, report);
+        for report in reports {
+            self.loader.handle_miss_reported(self.now, *report);
+        }
     }
+
+    // ---- time and actions ----
 
     /// Does what is due.
     pub fn handle_timeout(&mut self, now: Time) {
@@ -313,62 +323,110 @@ impl Rank {
             self.end_store(store, PutError::DeadlineExceeded);
         }
         self.loader.handle_timeout(self.now);
+        if self.announcer.poll_timeout().is_some_and(|at| at <= self.now) {
+            self.announcer.handle_timeout(self.now);
+        }
     }
 
     /// When [`handle_timeout`](Self::handle_timeout) must be called. Valid once there are no more actions.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Time> {
-        [self.stores.next_deadline(), self.loader.poll_timeout()].into_iter().flatten().min()
+        [self.stores.next_deadline(), self.loader.poll_timeout(), self.announcer.poll_timeout()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
-    /// The next action. The owner's come first: what invalidates a word must not wait (rule O1).
+    /// The next action. The owner's come first: what invalidates a word must not wait (rule O1), and what the directory
+    /// is told or acknowledged must be true by then.
     pub fn poll_action(&mut self) -> Option<Action> {
         loop {
+            self.move_owner_actions();
             if let Some(action) = self.actions.pop_front() {
                 return Some(action);
             }
-            if let Some(action) = self.owner.poll_action() {
-                return Some(self.owner_action(action));
-            }
             if let Some(clear) = self.cleared.pop_front() {
-                return Some(Action::ClearDone { clear });
+                return Some(Action::AcknowledgeClear(ClearAck { clear, done: true }));
             }
-            // Some of the loader's actions end here, or give the owner something to do first.
-            let action = self.loader.poll_action()?;
-            if let Some(action) = self.load_action(action) {
-                return Some(action);
+            if let Some(action) = self.announcer.poll_action() {
+                self.announcer_action(action);
+            } else if self.records.len() >= MISS_REPORTS_MAX {
+                self.send_reports();
+            } else if let Some(action) = self.loader.poll_action() {
+                if let Some(action) = self.load_action(action) {
+                    return Some(action);
+                }
+            } else if self.records.is_empty() {
+                return None;
+            } else {
+                self.send_reports();
             }
         }
     }
 
-    fn owner_action(&mut self, action: OwnerAction) -> Action {
-        let OwnerAction::PutDone { put, outcome } = action else { return Action::Owner(action) };
-        if let Some(store) = self.stores.put_over(put) {
-            self.actions.push_back(Action::StoreDone { store });
+    /// Takes what the owner asks for. Its announcements go to the directory side, so that a snapshot and the
+    /// announcements around it tell the same story.
+    fn move_owner_actions(&mut self) {
+        while let Some(action) = self.owner.poll_action() {
+            match action {
+                OwnerAction::Announce(announcement) => {
+                    self.announcer.handle_announcement(self.now, announcement);
+                }
+                OwnerAction::PutDone { put, outcome } => {
+                    self.actions.push_back(Action::PutDone { put, outcome });
+                    if let Some(store) = self.stores.put_over(put) {
+                        self.actions.push_back(Action::StoreDone { store });
+                    }
+                }
+                action => self.actions.push_back(Action::Owner(action)),
+            }
         }
-        Action::PutDone { put, outcome }
+    }
+
+    fn announcer_action(&mut self, action: AnnouncerAction) {
+        match action {
+            AnnouncerAction::NeedSnapshot => self.announcer.handle_snapshot(self.now, self.owner.published()),
+            AnnouncerAction::EpochChanged { ns, epoch } => self.owner.handle_clear(self.now, ns, epoch),
+            action => self.actions.push_back(Action::Directory(Box::new(action))),
+        }
     }
 
     fn load_action(&mut self, action: LoadAction) -> Option<Action> {
-        match &action {
-            LoadAction::Touch { incarnation, entries, .. } if *incarnation == self.incarnation => {
-                for &(slot, generation) in entries {
+        match action {
+            LoadAction::Locate { locate, ns, keys, deadline } => match self.announcer.directory_ns(ns) {
+                Some(ns) => return Some(Action::Locate { locate, ns, keys, deadline }),
+                None => self.loader.handle_located(self.now, locate, Err(DirectoryUnavailable)),
+            },
+            LoadAction::Touch { incarnation, entries, .. } if incarnation == self.incarnation => {
+                for (slot, generation) in entries {
                     self.owner.handle_touch(self.now, slot, generation);
                 }
-                return None;
             }
-            // Bytes of the own pool that do not match their own checksum are of no use to anybody.
-            LoadAction::MissReport { fingerprint, incarnation, generation, reason, .. }
-                if *incarnation == self.incarnation && *reason == MissReason::ChecksumMismatch =>
-            {
-                let resident = self.owner.resident(*fingerprint);
-                if resident.is_some_and(|resident| resident.generation == *generation) {
-                    self.owner.handle_evict(self.now, *fingerprint);
+            LoadAction::MissReport { report, fingerprint, rank, incarnation, generation, reason } => {
+                if incarnation == self.incarnation && reason == MissReason::ChecksumMismatch {
+                    self.drop_corrupted(fingerprint, generation);
                 }
+                let member = Member { rank, incarnation };
+                self.reports.push(report);
+                self.records.push(MissRecord { fingerprint, generation, member, reason });
             }
-            _ => {}
+            action => return Some(Action::Load(action)),
         }
-        Some(Action::Load(action))
+        None
+    }
+
+    /// Bytes of the own pool that do not match their own checksum are of no use to anybody.
+    fn drop_corrupted(&mut self, fingerprint: Fingerprint, generation: Generation) {
+        let resident = self.owner.resident(fingerprint);
+        if resident.is_some_and(|resident| resident.generation == generation) {
+            self.owner.handle_evict(self.now, fingerprint);
+        }
+    }
+
+    fn send_reports(&mut self) {
+        let reports = std::mem::take(&mut self.reports);
+        let records = std::mem::take(&mut self.records);
+        self.actions.push_back(Action::ReportMisses { reports, records });
     }
 
     fn advance(&mut self, now: Time) {
@@ -381,10 +439,28 @@ impl Rank {
         self.incarnation
     }
 
-    /// The number given by the directory, or [`RANK_NOT_JOINED`].
+    /// The number given by the directory, while this process is a member.
     #[must_use]
-    pub fn number(&self) -> RankId {
-        self.number
+    pub fn member(&self) -> Option<Member> {
+        self.announcer.member()
+    }
+
+    /// See [`Announcer::ns`].
+    #[must_use]
+    pub fn namespace(&self, name: &NsName) -> Option<(NsId, NsEpoch)> {
+        self.announcer.ns(name)
+    }
+
+    /// See [`Announcer::directory_ns`].
+    #[must_use]
+    pub fn directory_ns(&self, ns: NsId) -> Option<NsNumber> {
+        self.announcer.directory_ns(ns)
+    }
+
+    /// See [`Announcer::is_settled`].
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.announcer.is_settled()
     }
 
     /// See [`Owner::resident`].
@@ -420,26 +496,15 @@ impl Rank {
         self.loader.stats()
     }
 
+    /// Counters of the directory side.
+    #[must_use]
+    pub fn announcer_stats(&self) -> AnnouncerStats {
+        self.announcer.stats()
+    }
+
     /// Whether nothing is in progress: no store, no load, no read.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
         self.stores.len() == 0 && self.loader.loads_in_progress() == 0 && self.loader.reads_in_flight() == 0
     }
-}
-
-/// Why a rank cannot be configured so.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum RankError {
-    /// The owner side cannot work.
-    #[error(transparent)]
-    Owner(#[from] ConfigError),
-    /// Both sides belong to one process.
-    #[error("the owner side is incarnation {owner}, the reader side {load}")]
-    TwoIncarnations {
-        /// Of the owner side.
-        owner: Incarnation,
-        /// Of the reader side.
-        load: Incarnation,
-    },
 }

@@ -15,9 +15,11 @@ mod options;
 mod payload;
 mod provider;
 mod random;
+mod reads;
 mod world;
 
 pub use check::checksum;
+pub use control::NAMESPACE;
 pub use events::EventQueue;
 pub use memory::{Extent, SlotMemory};
 pub use options::{Mutation, WorldOptions};

@@ -4,20 +4,20 @@ use core::time::Duration;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::Checker;
-use super::control::{Control, ControlEvent};
+use super::control::{announcer_config, Control, ControlEvent};
 use super::events::EventQueue;
 use super::fill::Fill;
 use super::memory::SlotMemory;
 use super::options::{Mutation, WorldOptions};
 use super::payload::{payload, Stamp};
-use super::provider::{Flight, FlightId, FlightStep, Progress, Target};
+use super::provider::{Flight, FlightId, FlightStep, Target};
 use super::random::Random;
 use crate::hash::{KeyCoordinates, KeyHash, NamespaceKey};
 use crate::load::{
-    LoadAction, LoadBlock, LoadError, LoadId, LoadRequest, PeerFailure, ReadFailure, ReadId, TransportUsed,
+    LoadAction, LoadBlock, LoadError, LoadId, LoadRequest, PeerFailure, ReadFailure, TransportUsed,
 };
 use crate::owner::{FillError, OwnerAction, Put, PutError, PutId, Stored};
-use crate::rank::{Action, Rank, RankConfig, StoreId, StoreJob};
+use crate::rank::{Action, Rank, RankConfig, StoreId, StoreJob, RANK_NOT_JOINED};
 use crate::{Incarnation, LayoutId, RankId, SlotId, Time};
 
 /// A node's life: one process. Numbers are never used again.
@@ -45,11 +45,11 @@ pub(super) enum Event {
 pub(super) struct Life {
     pub(super) node: usize,
     pub(super) rank: Rank,
-    memory: SlotMemory,
+    pub(super) memory: SlotMemory,
     sources: BTreeMap<PutId, Vec<u8>>,
     fills: BTreeMap<PutId, Fill>,
     /// Connections by the incarnation that the reader believes to be at the other end.
-    connections: BTreeMap<Incarnation, LifeId>,
+    pub(super) connections: BTreeMap<Incarnation, LifeId>,
     /// Words whose invalidation a mutation holds back.
     held_back: BTreeMap<SlotId, crate::Generation>,
 }
@@ -64,15 +64,15 @@ pub struct World {
     pub(super) lives: BTreeMap<LifeId, Life>,
     /// The present life of each node.
     nodes: Vec<Option<LifeId>>,
-    flights: BTreeMap<FlightId, Flight>,
+    pub(super) flights: BTreeMap<FlightId, Flight>,
     /// Reads that a mutation reported as retired although packets are under way.
-    ghosts: BTreeSet<FlightId>,
+    pub(super) ghosts: BTreeSet<FlightId>,
     pub(super) control: Control,
-    checker: Checker,
+    pub(super) checker: Checker,
     /// Pairs of nodes between which no data passes, (reader, owner).
-    cut: BTreeSet<(usize, usize)>,
+    pub(super) cut: BTreeSet<(usize, usize)>,
     lives_named: u32,
-    flights_named: u64,
+    pub(super) flights_named: u64,
     jobs_named: u64,
     puts_named: u64,
     stores: BTreeMap<StoreId, BTreeMap<PutId, Option<Result<Stored, PutError>>>>,
@@ -93,7 +93,7 @@ impl World {
             nodes: vec![None; nodes],
             flights: BTreeMap::new(),
             ghosts: BTreeSet::new(),
-            control: Control::new(),
+            control: Control::default(),
             checker: Checker::default(),
             cut: BTreeSet::new(),
             lives_named: 0,
@@ -108,6 +108,10 @@ impl World {
         for node in 0..nodes {
             world.start(node);
         }
+        // All have joined and announced that they have nothing, unless the options forbid it.
+        world.run_until(Duration::from_secs(10), |world| {
+            world.lives.values().all(|life| life.rank.is_settled())
+        });
         world
     }
 
@@ -142,7 +146,7 @@ impl World {
         let id = LifeId(self.lives_named);
         let incarnation =
             Incarnation::new(self.random.bits()).unwrap_or(Incarnation(core::num::NonZeroU64::MIN));
-        let mut config = RankConfig::new(incarnation, self.options.pool_bytes);
+        let mut config = RankConfig::new(announcer_config(node, incarnation), self.options.pool_bytes);
         config.owner.extent_bytes = self.options.extent_bytes;
         config.owner.checksums = self.options.checksums;
         config.load.verify = self.options.verify;
@@ -175,7 +179,8 @@ impl World {
         let Some(life) = self.lives.remove(&id) else { return };
         self.checker.life_ended(id);
         self.flights.retain(|_, flight| flight.reader != id);
-        let (number, incarnation) = (life.rank.number(), life.rank.incarnation());
+        let incarnation = life.rank.incarnation();
+        let number = life.rank.member().map_or(RANK_NOT_JOINED, |member| member.rank);
         let broken: Vec<FlightId> =
             self.flights.iter().filter(|(_, flight)| flight.owner == id).map(|(flight, _)| *flight).collect();
         for flight in broken {
@@ -449,7 +454,10 @@ impl World {
                     let all = self.stored(store).iter().all(Option::is_some);
                     assert!(all, "{store:?} ended before its puts");
                 }
-                Action::ClearDone { clear } => self.clear_done(id, clear),
+                Action::Locate { locate, ns, keys, .. } => self.locate(id, locate, ns, &keys),
+                Action::ReportMisses { reports, records } => self.report_misses(id, reports, &records),
+                Action::Directory(action) => self.directory_action(id, *action),
+                Action::AcknowledgeClear(ack) => self.acknowledge_clear(id, ack),
             }
         }
     }
@@ -493,8 +501,9 @@ impl World {
                     fill.aborted = true;
                 }
             }
-            OwnerAction::PutDone { .. } => unreachable!("a rank tells of puts by itself"),
-            OwnerAction::Announce(announcement) => self.announce(id, announcement),
+            OwnerAction::PutDone { .. } | OwnerAction::Announce(_) => {
+                unreachable!("a rank deals with these itself")
+            }
         }
     }
 
@@ -525,7 +534,6 @@ impl World {
 
     fn load_action(&mut self, id: LifeId, action: LoadAction) {
         match action {
-            LoadAction::Locate { locate, ns, keys, .. } => self.locate(id, locate, ns, &keys),
             LoadAction::Connect { rank, incarnation } => {
                 let delay = self.random.delay(self.options.delay_min, 4 * self.options.delay_max);
                 self.events.push(self.now.after(delay), Event::Connected(id, rank, incarnation));
@@ -544,9 +552,8 @@ impl World {
                 });
             }
             LoadAction::Abort { read } => self.abort(id, read),
-            LoadAction::MissReport { report, fingerprint, rank, incarnation, generation, reason } => {
-                let member = crate::wire::Member { rank, incarnation };
-                self.report_miss(id, report, fingerprint, member, generation, reason);
+            LoadAction::Locate { .. } | LoadAction::MissReport { .. } => {
+                unreachable!("a rank deals with these itself")
             }
             LoadAction::NotifyScheduler { keys } => self.notified.extend(keys),
             LoadAction::Touch { incarnation, entries, .. } => self.touch(incarnation, &entries),
@@ -576,122 +583,5 @@ impl World {
             }
             self.drain(id);
         }
-    }
-
-    // ---- connections and reads ----
-
-    fn connected(&mut self, id: LifeId, rank: RankId, incarnation: Incarnation) {
-        let now = self.now;
-        let Some(reader) = self.lives.get(&id).map(|life| life.node) else { return };
-        let target = self.lives.iter().find(|(_, life)| life.rank.incarnation() == incarnation);
-        let target = target.map(|(target, life)| (*target, life.node));
-        let failed = self.random.one_in(self.options.connect_failure_odds);
-        let transport = self.options.transport;
-        let Some(life) = self.lives.get_mut(&id) else { return };
-        match target {
-            Some((target, node)) if !failed && !self.cut.contains(&(reader, node)) => {
-                life.connections.insert(incarnation, target);
-                life.rank.handle_peer_connected(now, rank, incarnation, transport);
-            }
-            // A connection that the transport moved to the peer's next life goes on without anybody's notice.
-            None if self.options.silent_reconnect && life.connections.contains_key(&incarnation) => {
-                life.rank.handle_peer_connected(now, rank, incarnation, transport);
-            }
-            _ => {
-                let failure =
-                    if target.is_some() { PeerFailure::Unreachable } else { PeerFailure::WrongIncarnation };
-                life.rank.handle_peer_failed(now, rank, incarnation, failure);
-            }
-        }
-        self.drain(id);
-    }
-
-    /// The hazard of design 1.6: old connections, addresses and keys reach the new life.
-    fn redirect_connections(&mut self, node: usize, new: LifeId) {
-        let alive: BTreeSet<LifeId> = self.lives.keys().copied().collect();
-        for life in self.lives.values_mut() {
-            for target in life.connections.values_mut() {
-                if !alive.contains(target) && self.control.node_of(*target) == Some(node) {
-                    *target = new;
-                }
-            }
-        }
-    }
-
-    fn post(&mut self, target: &Target) {
-        self.flights_named += 1;
-        let id = FlightId(self.flights_named);
-        let reader = self.lives.get(&target.reader).map(|life| life.node);
-        let owner = self.lives.get(&target.owner);
-        let cut = reader.zip(owner.map(|life| life.node)).is_some_and(|pair| self.cut.contains(&pair));
-        let memory = owner.map(|life| &life.memory);
-        let (flight, mut progress) = Flight::post(target, memory, &self.options, &mut self.random);
-        if cut {
-            // Nothing comes back until the read is ended by force.
-            progress.next.retain(|(_, step)| *step == FlightStep::Retire);
-        }
-        self.flights.insert(id, flight);
-        self.take_progress(id, progress);
-    }
-
-    fn step_flight(&mut self, id: FlightId, step: FlightStep) {
-        let Some(flight) = self.flights.get_mut(&id) else { return };
-        let memory = self.lives.get(&flight.owner).map(|life| &life.memory);
-        let progress = flight.step(step, memory, &self.options, &mut self.random);
-        self.take_progress(id, progress);
-    }
-
-    fn take_progress(&mut self, id: FlightId, progress: Progress) {
-        let now = self.now;
-        for (delay, step) in progress.next {
-            self.events.push(now.after(delay), Event::Flight(id, step));
-        }
-        let Some(flight) = self.flights.get(&id) else { return };
-        let (reader, read, load, block) = (flight.reader, flight.read, flight.load, flight.block);
-        if let Some((offset, bytes)) = progress.landed {
-            self.checker.land(load, block, offset, &bytes);
-        }
-        let Some(result) = progress.retired else { return };
-        if self.ghosts.contains(&id) {
-            return;
-        }
-        let checksum = flight.checksum;
-        let result = result.map(|word| (word, checksum.then(|| self.checker.checksum(load, block))));
-        self.flights.remove(&id);
-        self.retire(reader, read, result);
-    }
-
-    fn retire(
-        &mut self,
-        reader: LifeId,
-        read: ReadId,
-        result: Result<(crate::word::Word, Option<u64>), ReadFailure>,
-    ) {
-        let now = self.now;
-        if let Some(life) = self.lives.get_mut(&reader) {
-            life.rank.handle_read_done(now, read, result);
-        }
-        self.drain(reader);
-    }
-
-    fn abort(&mut self, reader: LifeId, read: ReadId) {
-        let found = self
-            .flights
-            .iter()
-            .find(|(id, flight)| flight.reader == reader && flight.read == read && !self.ghosts.contains(id));
-        let Some((&id, _)) = found else { return };
-        if self.options.mutation == Some(Mutation::RetireBeforeDrained) {
-            self.ghosts.insert(id);
-            self.retire(reader, read, Err(ReadFailure::Aborted));
-            return;
-        }
-        self.fail_flight(id, ReadFailure::Aborted, self.options.drain_max);
-    }
-
-    fn fail_flight(&mut self, id: FlightId, failure: ReadFailure, within: Duration) {
-        let Some(flight) = self.flights.get_mut(&id) else { return };
-        flight.fail(failure);
-        let delay = self.random.delay(Duration::ZERO, within);
-        self.events.push(self.now.after(delay), Event::Flight(id, FlightStep::Retire));
     }
 }

@@ -1,4 +1,5 @@
 //! A hand-driven loader: events are given one by one, actions are looked at one by one.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test's checks.
 #![allow(dead_code)] // Each test file uses its part.
 
 use std::time::Duration;

@@ -338,15 +338,26 @@ impl Connection {
         }
     }
 
-    /// Before a sleep: asks to be woken only when enough of a long reply is there, all of it at most.
+    /// Before a sleep: asks to be woken only when enough of a long reply is there, all of it at most. Must be called
+    /// again before every sleep, because less may be due by then.
     pub(super) fn prepare_sleep(&mut self) {
-        if !self.stream.is_plain() {
-            return;
-        }
         let due = usize::try_from(self.landing.due(&self.flights)).unwrap_or(usize::MAX);
-        let wanted = if due < WAKE_BYTES_MIN { 1 } else { due.min(WAKE_BYTES) };
-        if wanted != self.wake_bytes && socket::set_wake_bytes(self.stream.fd(), wanted).is_ok() {
-            self.wake_bytes = wanted;
+        self.wake_at(if due < WAKE_BYTES_MIN { 1 } else { due.min(WAKE_BYTES) });
+    }
+
+    /// Asks to be woken by the first byte again.
+    pub(super) fn wake_early(&mut self) {
+        self.wake_at(1);
+    }
+
+    fn wake_at(&mut self, bytes: usize) {
+        // TLS has records of its own length, which nothing here knows. On a refusal the old value stays and is tried to
+        // be changed again; a connection that would sleep for ever over it ends by its stall timeout.
+        if bytes != self.wake_bytes
+            && self.stream.is_plain()
+            && socket::set_wake_bytes(self.stream.fd(), bytes).is_ok()
+        {
+            self.wake_bytes = bytes;
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod connection;
 mod landing;
+mod options;
 mod resolve;
 
 use std::collections::{HashMap, VecDeque};
@@ -19,9 +20,9 @@ use kvfabric_transport_api::{
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{eventfd, EventfdFlags, Timespec};
 use rustls::pki_types::ServerName;
-use thiserror::Error;
 
 use self::connection::{Connection, Fault};
+pub use self::options::{ProviderOptions, StartError, TlsClient};
 use self::resolve::Resolver;
 use crate::limits;
 use crate::socket::{self, IoVec};
@@ -35,78 +36,6 @@ const DIRECT_POLL_MAX: usize = 4;
 /// A poll that asks sockets directly looks at the others, and at its timers, once in this many.
 const LOOK_AROUND_INTERVAL: u32 = 64;
 const WAKE: u64 = u64::MAX;
-
-/// TLS for connections to owners.
-#[derive(Clone)]
-pub struct TlsClient {
-    /// Trust roots, client certificate, versions.
-    pub config: Arc<rustls::ClientConfig>,
-    /// The name that the owner's certificate must bear; `None` takes the host of the address.
-    pub server_name: Option<ServerName<'static>>,
-}
-
-impl fmt::Debug for TlsClient {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TlsClient").field("server_name", &self.server_name).finish_non_exhaustive()
-    }
-}
-
-/// How a provider behaves.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ProviderOptions {
-    /// Connections to each peer, as far as it issued tokens; 1 to [`limits::CONNECTIONS_PER_PEER_MAX`].
-    pub connections_per_peer: usize,
-    /// Requests in flight on one connection; 1 to [`limits::REQUESTS_QUEUED_MAX`].
-    pub requests_in_flight: usize,
-    /// From connect to the owner's welcome.
-    pub connect_timeout: Duration,
-    /// A reply that makes no progress for this long ends the connection.
-    pub stall_timeout: Duration,
-    /// Size of the socket buffers, bytes; `None` leaves them to the kernel's tuning.
-    pub socket_buffer_bytes: Option<usize>,
-    /// TLS, where the owners ask for it.
-    pub tls: Option<TlsClient>,
-}
-
-impl Default for ProviderOptions {
-    fn default() -> Self {
-        Self {
-            connections_per_peer: 2,
-            requests_in_flight: limits::REQUESTS_IN_FLIGHT,
-            connect_timeout: limits::GREETING_TIMEOUT,
-            stall_timeout: limits::STALL_TIMEOUT,
-            socket_buffer_bytes: None,
-            tls: None,
-        }
-    }
-}
-
-/// Why a provider could not be made.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum StartError {
-    /// An option is outside its limits.
-    #[error("the number of {0} is outside its limits")]
-    Option(&'static str),
-    /// A shortage on this side.
-    #[error("cannot start the tcp provider: {0}")]
-    System(#[from] std::io::Error),
-}
-
-impl StartError {
-    /// All causes lie on this side.
-    #[must_use]
-    pub fn is_local(&self) -> bool {
-        true
-    }
-
-    /// Whether the same call may succeed later.
-    #[must_use]
-    pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::System(_))
-    }
-}
 
 #[derive(Debug)]
 struct Waker(OwnedFd);
@@ -280,6 +209,22 @@ impl TcpProvider {
         if let Some(&moved) = self.busy.get(at) {
             if let Some(connection) = self.connection(moved) {
                 connection.busy_at = Some(at);
+            }
+        }
+    }
+
+    /// With many connections at work only epoll tells which has something, so it must tell early: a connection that
+    /// asked to be woken late would keep its last bytes to itself. Called for each connection that joins in.
+    fn look_through_epoll(&mut self) {
+        let first = match self.busy.len() {
+            0..=DIRECT_POLL_MAX => return,
+            length if length == DIRECT_POLL_MAX + 1 => 0,
+            length => length - 1,
+        };
+        for at in first..self.busy.len() {
+            let Some(&index) = self.busy.get(at) else { return };
+            if let Some(connection) = self.connection(index) {
+                connection.wake_early();
             }
         }
     }
@@ -542,6 +487,7 @@ impl Provider for TcpProvider {
         if connection.busy_at.is_none() {
             connection.busy_at = Some(busy_at);
             self.busy.push(index);
+            self.look_through_epoll();
         }
         self.ops.insert(token, index);
         self.enqueue(index);
@@ -600,10 +546,12 @@ impl Provider for TcpProvider {
             // Deadlines and stalls are looked at in poll.
             wait = wait.min(Duration::from_millis(100));
         }
-        for at in 0..self.busy.len().min(DIRECT_POLL_MAX) {
-            let Some(&index) = self.busy.get(at) else { break };
-            if let Some(connection) = self.connection(index) {
-                connection.prepare_sleep();
+        if self.busy.len() <= DIRECT_POLL_MAX {
+            for at in 0..self.busy.len() {
+                let Some(&index) = self.busy.get(at) else { break };
+                if let Some(connection) = self.connection(index) {
+                    connection.prepare_sleep();
+                }
             }
         }
         self.gather(wait);

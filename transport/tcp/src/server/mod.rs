@@ -23,7 +23,6 @@ use crate::tokens::TokenStore;
 
 /// How a server behaves.
 #[derive(Clone)]
-#[non_exhaustive]
 pub struct ServerOptions {
     /// I/O threads, 1 to [`limits::THREADS_MAX`].
     pub threads: usize,

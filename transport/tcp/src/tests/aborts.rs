@@ -141,9 +141,11 @@ fn at_random_with_a_real_owner() {
 #[test]
 fn a_stalled_owner_fills_the_queue_and_is_given_up() {
     let script = Script::new();
-    let mut options = ProviderOptions::default();
-    options.requests_in_flight = 4;
-    options.stall_timeout = Duration::from_millis(300);
+    let options = ProviderOptions {
+        requests_in_flight: 4,
+        stall_timeout: Duration::from_millis(300),
+        ..Default::default()
+    };
     let mut reader = Reader::with(options);
     let _owner = script.welcome(&mut reader);
     let arenas: Vec<Arena> = (0..4).map(|_| Arena::new(100)).collect();

@@ -68,8 +68,7 @@ fn nobody_there_and_nobody_answering_are_told_apart_and_bounded() {
     let gone = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = gone.local_addr().unwrap();
     drop(gone);
-    let mut options = ProviderOptions::default();
-    options.connect_timeout = Duration::from_millis(200);
+    let options = ProviderOptions { connect_timeout: Duration::from_millis(200), ..Default::default() };
     let mut reader = Reader::with(options);
     assert!(refused(reader.connect(1, target(address, vec![[1; 32]]))).contains("refused"));
     let script = Script::new();
@@ -113,9 +112,7 @@ fn a_listener_of_the_callers_own_and_several_threads() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let tokens = Arc::new(TokenStore::new());
-    let mut options = ServerOptions::default();
-    options.threads = 3;
-    options.busy_poll = Duration::from_micros(50);
+    let options = ServerOptions { threads: 3, busy_poll: Duration::from_micros(50), ..Default::default() };
     let server =
         TcpServer::with_listener(listener, owner_memory(&[5000]), Arc::clone(&tokens), INCARNATION, options)
             .unwrap();
@@ -129,8 +126,7 @@ fn a_listener_of_the_callers_own_and_several_threads() {
         reader.read_whole(peer, 0, 5000, 1);
     }
     assert_eq!(server.stats().connections, 12);
-    let mut options = ServerOptions::default();
-    options.threads = 0;
+    let options = ServerOptions { threads: 0, ..Default::default() };
     let refused = TcpServer::start(address, owner_memory(&[1]), tokens, INCARNATION, options);
     assert!(matches!(refused, Err(ServeError::AddressInUse(_) | ServeError::Option(_))));
 }
@@ -158,9 +154,8 @@ fn ipv6_and_host_names() {
 
 #[test]
 fn limits_and_timers_of_the_owner() {
-    let mut options = ServerOptions::default();
-    options.connections_max = 2;
-    options.idle_timeout = Duration::from_millis(700);
+    let options =
+        ServerOptions { connections_max: 2, idle_timeout: Duration::from_millis(700), ..Default::default() };
     let owner = Owner::start_with(&[100], "127.0.0.1:0".parse().unwrap(), options);
     let mut reader = Reader::new();
     reader.connect(1, owner.target(1)).unwrap();

@@ -1,5 +1,8 @@
 //! A small owner, a small reader, and an owner whose every byte a test scripts.
 
+// Small numbers of the tests' own.
+#![allow(clippy::cast_possible_truncation)]
+
 mod aborts;
 mod frames;
 mod greeting;

@@ -49,9 +49,7 @@ impl Authority {
             .with_client_cert_verifier(verifier)
             .with_single_cert(chain, key)
             .unwrap();
-        let mut options = ServerOptions::default();
-        options.tls = Some(Arc::new(config));
-        options
+        ServerOptions { tls: Some(Arc::new(config)), ..Default::default() }
     }
 
     fn client(&self, identity: Option<Identity>, name: &str) -> ProviderOptions {
@@ -64,12 +62,13 @@ impl Authority {
             Some((chain, key)) => builder.with_client_auth_cert(chain, key).unwrap(),
             None => builder.with_no_client_auth(),
         };
-        let mut options = ProviderOptions::default();
-        options.tls = Some(TlsClient {
-            config: Arc::new(config),
-            server_name: Some(ServerName::try_from(name.to_owned()).unwrap()),
-        });
-        options
+        ProviderOptions {
+            tls: Some(TlsClient {
+                config: Arc::new(config),
+                server_name: Some(ServerName::try_from(name.to_owned()).unwrap()),
+            }),
+            ..Default::default()
+        }
     }
 }
 

@@ -35,9 +35,6 @@ const PERIOD_DIVISOR: u32 = 8;
 /// workload is followed within some turnovers of the pool.
 const PERIOD_MIN: u32 = 16;
 const FADE: u64 = 50;
-/// The newest leaves are spared, because their children may be on their way: this share of the room, as a divisor.
-const SPARED_DIVISOR: u32 = 300;
-const SPARED_MIN: u32 = 2;
 /// A child of a reused parent extends its chain if the parent has had at most this many children; more mean that the
 /// parent is a common prefix (a system prompt) where unrelated chains begin. Two, because the partial last block of the turn before
 /// is a child too.
@@ -169,15 +166,10 @@ impl Policy for ReuseRate {
     }
 
     fn victim(&mut self, nodes: &Nodes, refused: &dyn Fn(u32) -> bool) -> Option<u32> {
-        let spared = (self.room / SPARED_DIVISOR).max(SPARED_MIN);
-        let leaves_spared = self.classes[usize::from(LEAF)].list.len() <= spared;
         let mut allowed: Option<(u128, u32)> = None;
         let mut any: Option<(u128, u32)> = None;
-        for (index, class) in self.classes.iter().enumerate() {
-            // Spared leaves come last, but they come: they may be all there is.
-            let spare = index == usize::from(LEAF) && leaves_spared;
-            let weight = if spare { 0 } else { u128::from(class.weight) };
-            let score = |entry: u32| (u128::from(nodes.age(entry) + 1) * weight, entry);
+        for class in &self.classes {
+            let score = |entry: u32| (u128::from(nodes.age(entry) + 1) * u128::from(class.weight), entry);
             // Classes compete by what they would really give: a refused tail may be very old, and what comes after it young.
             any = any.max(class.list.tail().map(score));
             allowed = allowed.max(coldest(&class.list, nodes, refused).map(score));
