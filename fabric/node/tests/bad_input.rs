@@ -9,11 +9,11 @@ use common::{content, directory, key, key_in, spec, Engine, DEADLINE, OBJECT_BYT
 use kvfabric_core::limits::{JOB_BLOCKS_MAX, OBJECT_BYTES_MAX};
 use kvfabric_core::load::LoadError;
 use kvfabric_core::spans::SpanConflict;
-use kvfabric_core::{LayoutId, TransportKind};
+use kvfabric_core::LayoutId;
 use kvfabric_memory::{Region, ScatterList};
 use kvfabric_node::{
     BlockError, BlockOk, BufferError, GroupLayout, LoadItem, NamespaceError, NamespaceSpec, StoreItem,
-    SubmitError, TransportChoice,
+    SubmitError,
 };
 
 /// Sizes around which narrow integers break.
@@ -163,7 +163,7 @@ fn lengths_around_the_edges_of_integers_are_exact() {
     }
     // A block at the far end of a large region works.
     let mut far = ScatterList::default();
-    far.push(&huge, (1 << 32) - OBJECT_BYTES / 2, OBJECT_BYTES).unwrap();
+    far.push(&huge, (1 << 32) + 4096 - OBJECT_BYTES, OBJECT_BYTES).unwrap();
     far.write_object(&content(1, 5, OBJECT_BYTES)).unwrap();
     let store = StoreItem { key: key(1), source: far, parent_block_hash: None };
     assert_eq!(a.store_items(vec![store]), [Ok(BlockOk::Stored)]);
@@ -326,30 +326,39 @@ fn overlapping_destinations_within_a_job_are_refused() {
 
 #[test]
 fn memory_of_a_job_in_progress_is_refused_until_it_is_final() {
+    const BLOCKS: usize = 512;
     let directory = directory();
-    let mut config = common::config("a", &directory);
-    config.transport = TransportChoice::Only(TransportKind::Tcp);
-    let a = Engine::start(config, 4);
-    a.fill(0..1, 1);
-    // A load that cannot end soon: its directory does not answer, and locating may take a second.
-    drop(directory);
-    let slow = vec![LoadItem { key: key(0), destination: a.place(0) }];
-    let job = a.node.load(&a.ns, slow, DEADLINE).unwrap();
-    let other = a.load_items(vec![LoadItem { key: key(0), destination: a.place(0) }]);
-    if let Err(error @ BlockError::Memory(SpanConflict::WithJob { job: holder, .. })) = &other[0] {
-        assert_eq!(*holder, job.id());
-        assert!(error.is_retryable() && error.to_string().contains("wait for it"), "{error}");
-        // A source may not be such memory either.
-        let job = a.node.store(&a.ns, vec![a.store_item(0, 2)], DEADLINE).unwrap();
-        let report = job.wait(DEADLINE).unwrap();
-        assert!(matches!(report.outcomes[0], Err(BlockError::Memory(SpanConflict::WithJob { .. })) | Ok(_)));
-    } else {
-        assert!(job.is_final(), "two jobs had the same memory: {other:?}");
+    let a = Engine::start(common::config("a", &directory), BLOCKS);
+    a.fill(0..BLOCKS, 1);
+    let all = || (0..BLOCKS).map(|block| LoadItem { key: key(block), destination: a.place(block) }).collect();
+    // A load of 8 MiB is in progress for a while, mostly long enough for a second one and a store.
+    let (mut loads, mut stores) = (0, 0);
+    for _ in 0..200 {
+        let first = a.node.load(&a.ns, all(), DEADLINE).unwrap();
+        let load = vec![LoadItem { key: key(0), destination: a.place(BLOCKS - 1) }];
+        let load = a.node.load(&a.ns, load, DEADLINE).unwrap();
+        let store = StoreItem { key: key(BLOCKS), source: a.place(BLOCKS - 1), parent_block_hash: None };
+        let store = a.node.store(&a.ns, vec![store], DEADLINE).unwrap();
+        for (job, count) in [(load, &mut loads), (store, &mut stores)] {
+            match &job.wait(DEADLINE).unwrap().outcomes[0] {
+                Err(error @ BlockError::Memory(SpanConflict::WithJob { job: holder, address })) => {
+                    assert_eq!(*holder, first.id());
+                    assert!(*address >= a.memory.address() as u64);
+                    assert!(error.is_retryable() && error.to_string().contains("wait for it"), "{error}");
+                    *count += 1;
+                }
+                Ok(_) => {}
+                Err(other) => panic!("{other}"),
+            }
+        }
+        assert!(first.wait(DEADLINE).unwrap().is_complete());
+        if loads > 0 && stores > 0 {
+            break;
+        }
     }
-    assert!(job.wait(DEADLINE).is_some());
+    assert!(loads > 0 && stores > 0, "no job met another: {loads} loads, {stores} stores");
     // Free again.
-    let again = a.load_items(vec![LoadItem { key: key(0), destination: a.place(0) }]);
-    assert!(!matches!(again[0], Err(BlockError::Memory(_))), "{again:?}");
+    assert_eq!(a.node.deregister_buffer(&a.memory), Ok(()));
 }
 
 #[test]
@@ -421,9 +430,16 @@ fn handles_of_another_node_are_refused() {
     let directory = directory();
     let a = Engine::start(common::config("a", &directory), 1);
     let b = Engine::start(common::config("b", &directory), 1);
+    a.fill(0..1, 1);
     let job = a.node.load(&b.ns, vec![LoadItem { key: key(0), destination: a.place(0) }], DEADLINE).unwrap();
-    let report = job.wait(DEADLINE).unwrap();
-    assert!(report.outcomes[0].is_err());
+    assert_eq!(job.wait(DEADLINE).unwrap().outcomes[0], Err(BlockError::ForeignNamespace));
+    let job = a.node.store(&b.ns, vec![a.store_item(0, 2)], DEADLINE).unwrap();
+    assert_eq!(job.wait(DEADLINE).unwrap().outcomes[0], Err(BlockError::ForeignNamespace));
+    assert!(!a.node.lookup(&b.ns, &[key(0)], DEADLINE).complete);
+    assert_eq!(a.node.evict(&b.ns, &[key(0)]), 0);
+    // Numbers of namespaces are a node's own: another node's handle must not clear what happens to have its number.
+    assert!(!a.node.clear(&b.ns, DEADLINE));
+    a.check_all(0..1, 1);
     let job = a.node.load(&a.ns, vec![LoadItem { key: key(0), destination: b.place(0) }], DEADLINE).unwrap();
     assert_eq!(job.wait(DEADLINE).unwrap().outcomes[0], Err(BlockError::NotRegistered));
 }
