@@ -38,14 +38,7 @@ impl Control {
         asker: Asker,
         engine: EngineKey,
     ) -> Self {
-        Self {
-            runtime,
-            core,
-            asker,
-            engine,
-            directory: None,
-            clears: HashMap::new(),
-        }
+        Self { runtime, core, asker, engine, directory: None, clears: HashMap::new() }
     }
 
     /// Sends an encoded request to the directory; `done` turns the answer (or its absence) into a command.
@@ -74,13 +67,7 @@ impl Control {
         });
     }
 
-    pub(crate) fn locate(
-        &self,
-        locate: LocateId,
-        ns: NsNumber,
-        keys: &[Fingerprint],
-        within: Duration,
-    ) {
+    pub(crate) fn locate(&self, locate: LocateId, ns: NsNumber, keys: &[Fingerprint], within: Duration) {
         let mut records = Records::with_capacity(keys.len());
         keys.iter().for_each(|key| records.push(*key));
         let count = keys.len();

@@ -39,6 +39,9 @@ pub enum BlockError {
         /// Sum of the ranges, bytes.
         found_bytes: u64,
     },
+    /// The handle of a namespace that another node opened.
+    #[error("the namespace was opened by another node; open it with this one")]
+    ForeignNamespace,
     /// A range lies in memory that is not registered here (any more).
     #[error("the block's memory is not registered; call register_buffer first")]
     NotRegistered,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvfabric_core::wire::{
-    decode_request, encode_reply, Address, Hello, HelloAck, HelloReply, Name, Records, Refusal,
-    Reply, Request, Token, Touch, UnixOffer, TCP_TOKENS_MAX,
+    decode_request, encode_reply, Address, Hello, HelloAck, HelloReply, Name, Records, Refusal, Reply,
+    Request, Token, Touch, UnixOffer, TCP_TOKENS_MAX,
 };
 use kvfabric_core::Incarnation;
 use kvfabric_transport_control::{CloseReason, Connection, Handler, Responder};

@@ -124,7 +124,7 @@ impl Job {
     /// Waits for the end, at most `timeout`. `None` means pending: the memory still belongs to the job.
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> Option<Arc<JobReport>> {
-        let until = Instant::now() + timeout;
+        let until = crate::system::after(timeout);
         let mut inner = self.state.inner.lock();
         while inner.report.is_none() {
             if self.state.changed.wait_until(&mut inner, until).timed_out() {

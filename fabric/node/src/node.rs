@@ -169,20 +169,24 @@ impl Node {
     pub fn flush(&self, deadline: Duration) -> bool {
         let (reply, answer) = sync_channel(1);
         self.shared.send(Command::Flush { within: deadline, reply })
-            && answer.recv_timeout(deadline + CORE_ANSWER_MAX).unwrap_or(false)
+            && answer.recv_timeout(deadline.saturating_add(CORE_ANSWER_MAX)).unwrap_or(false)
     }
 
     /// Clears a namespace in the whole cluster. True only if every live rank confirmed.
     #[must_use]
     pub fn clear(&self, ns: &Namespace, deadline: Duration) -> bool {
         let (reply, answer) = sync_channel(1);
-        self.shared.send(Command::Clear { ns: ns.0.local, within: deadline, reply })
-            && answer.recv_timeout(deadline + CORE_ANSWER_MAX).unwrap_or(false)
+        self.shared.owns(ns)
+            && self.shared.send(Command::Clear { ns: ns.0.local, within: deadline, reply })
+            && answer.recv_timeout(deadline.saturating_add(CORE_ANSWER_MAX)).unwrap_or(false)
     }
 
     /// Evicts own blocks, whatever the policy says. Returns how many were resident.
     #[must_use]
     pub fn evict<K: AsRef<str>>(&self, ns: &Namespace, keys: &[K]) -> usize {
+        if !self.shared.owns(ns) {
+            return 0;
+        }
         let fingerprints = Shared::fingerprints(ns, keys).into_iter().flatten().collect();
         self.ask_core(|reply| Command::Evict { fingerprints, reply }).unwrap_or(0)
     }
@@ -390,7 +394,7 @@ impl Starter {
             directory: self.directory.take(),
         };
         // From here on dropping the node undoes everything.
-        let patience = self.config.start_timeout + CORE_ANSWER_MAX;
+        let patience = self.config.start_timeout.saturating_add(CORE_ANSWER_MAX);
         match result.recv_timeout(patience) {
             Ok(joined) => joined?,
             Err(_) => {

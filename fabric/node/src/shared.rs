@@ -213,7 +213,7 @@ impl Shared {
     ) -> LookupAnswer {
         let fingerprints = Self::fingerprints(ns, keys);
         let mut hits = vec![false; keys.len()];
-        let view = self.view.read().clone();
+        let view = self.view.read().clone().filter(|_| self.owns(ns));
         let number = view.as_ref().and_then(|view| view.numbers.get(&ns.0.local).copied());
         let (Some(view), Some(number)) = (view, number) else {
             return LookupAnswer { complete: keys.is_empty(), hits };
@@ -230,7 +230,7 @@ impl Shared {
             let _ = reply.try_send((hits, complete));
         });
         let mut complete = false;
-        if let Ok((found, all)) = answer.recv_timeout(budget + LOOKUP_GRACE) {
+        if let Ok((found, all)) = answer.recv_timeout(budget.saturating_add(LOOKUP_GRACE)) {
             hits = found;
             complete = all;
         }
@@ -334,6 +334,29 @@ impl Shared {
         Ok(namespace)
     }
 
+    /// Whether this node opened the namespace: the numbers in a handle mean nothing to another node.
+    pub(crate) fn owns(&self, ns: &Namespace) -> bool {
+        ns.0.node_id == self.node_id
+    }
+
+    /// Everything about a block that can be wrong before its job begins.
+    fn check_block(
+        &self,
+        ns: &Namespace,
+        key: &str,
+        memory: &ScatterList,
+    ) -> Result<(KeyHash, GroupLayout), BlockError> {
+        if !self.owns(ns) {
+            return Err(BlockError::ForeignNamespace);
+        }
+        let found = ns.hash_for(key, memory.total_bytes())?;
+        if self.all_registered(memory) {
+            Ok(found)
+        } else {
+            Err(BlockError::NotRegistered)
+        }
+    }
+
     fn begin_job(self: &Arc<Self>, blocks: usize) -> Result<Arc<JobState>, SubmitError> {
         if blocks > limits::JOB_BLOCKS_MAX {
             return Err(SubmitError::TooManyBlocks { blocks, limit: limits::JOB_BLOCKS_MAX });
@@ -363,13 +386,7 @@ impl Shared {
         let first_put = PutId(self.next_put.fetch_add(items.len() as u64, Ordering::Relaxed));
         let mut blocks = Vec::with_capacity(items.len());
         for (index, item) in items.into_iter().enumerate() {
-            let checked = ns.hash_for(&item.key, item.source.total_bytes()).and_then(|found| {
-                if ns.0.node_id == self.node_id && self.all_registered(&item.source) {
-                    Ok(found)
-                } else {
-                    Err(BlockError::NotRegistered)
-                }
-            });
+            let checked = self.check_block(ns, &item.key, &item.source);
             match checked {
                 Ok((key, group)) => blocks.push(StoreBlockInput {
                     index,
@@ -389,7 +406,7 @@ impl Shared {
                 ns: ns.0.local,
                 first_put,
                 blocks,
-                until: Instant::now() + deadline,
+                until: crate::system::after(deadline),
             },
         )?;
         Ok(self.job(state))
@@ -404,13 +421,7 @@ impl Shared {
         let state = self.begin_job(items.len())?;
         let mut blocks = Vec::with_capacity(items.len());
         for (index, item) in items.into_iter().enumerate() {
-            let checked = ns.hash_for(&item.key, item.destination.total_bytes()).and_then(|found| {
-                if ns.0.node_id == self.node_id && self.all_registered(&item.destination) {
-                    Ok(found)
-                } else {
-                    Err(BlockError::NotRegistered)
-                }
-            });
+            let checked = self.check_block(ns, &item.key, &item.destination);
             match checked {
                 Ok((key, group)) => {
                     blocks.push(LoadBlockInput { index, key, group, destination: item.destination });
@@ -420,7 +431,12 @@ impl Shared {
         }
         self.submit(
             &state,
-            Command::Load { job: state.clone(), ns: ns.0.local, blocks, until: Instant::now() + deadline },
+            Command::Load {
+                job: state.clone(),
+                ns: ns.0.local,
+                blocks,
+                until: crate::system::after(deadline),
+            },
         )?;
         Ok(self.job(state))
     }

@@ -1,10 +1,19 @@
 //! Small things from the operating system.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use kvfabric_transport_control::{Endpoint, Security};
 
 use crate::{SecurityChoice, StartError};
+
+/// The longest wait that is told from no limit at all: the clock has an end, which an engine's "for ever" may pass.
+const WAIT_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// The instant `delay` from now, a year from now for longer ones.
+pub(crate) fn after(delay: Duration) -> Instant {
+    Instant::now() + delay.min(WAIT_MAX)
+}
 
 /// A random number from the operating system.
 pub(crate) fn random_u64() -> Result<u64, StartError> {
@@ -29,7 +38,7 @@ pub(crate) fn end_runtime(runtime: tokio::runtime::Runtime, endpoint: Endpoint, 
     let ending = std::thread::Builder::new().name("kvf-ending".into()).spawn(move || {
         runtime.block_on(endpoint.shutdown(reason));
         drop(endpoint);
-        runtime.shutdown_timeout(std::time::Duration::from_secs(1));
+        runtime.shutdown_timeout(Duration::from_secs(1));
     });
     match ending {
         Ok(thread) => {
