@@ -28,7 +28,7 @@ pub const SINK_BYTES: usize = 64 << 10;
 /// Landed bytes are hashed in pieces of at most this size, so that they are still in the cache when hashed.
 pub const HASH_CHUNK_BYTES: usize = 256 << 10;
 /// A sleeping reader is woken when this much of a large reply has arrived, or all of it: fewer, larger receives.
-pub const WAKE_BYTES: usize = 128 << 10;
+pub const WAKE_BYTES: usize = 256 << 10;
 /// Replies shorter than this wake the reader with their first byte.
 pub const WAKE_BYTES_MIN: usize = 32 << 10;
 

@@ -61,8 +61,7 @@ impl Spin {
     }
 
     fn goes_on(&self, now: Instant) -> bool {
-        self.short_gaps >= Self::SHORT_GAPS_MIN
-            && now.saturating_duration_since(self.idle_since) < self.limit
+        self.short_gaps >= Self::SHORT_GAPS_MIN && now.saturating_duration_since(self.idle_since) < self.limit
     }
 
     fn found(&mut self, now: Instant) {
