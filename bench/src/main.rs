@@ -125,14 +125,21 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Bench::Lookup { keys, batch, clients, in_flight, seconds, publish_rate } => {
-
             let options = lookup::Options { keys, batch, clients, in_flight, seconds, publish_rate };
             let mut out = std::io::stdout();
             if !json {
                 writeln!(
                     out,
                     "{:<14} {:>7} {:>10} {:>7} {:>13} {:>13} {:>8} {:>8} {:>13}",
-                    "op", "batch", "keys", "clients", "publishes/s", "keys/s", "p50 us", "p99 us", "cpu s/Mkeys"
+                    "op",
+                    "batch",
+                    "keys",
+                    "clients",
+                    "publishes/s",
+                    "keys/s",
+                    "p50 us",
+                    "p99 us",
+                    "cpu s/Mkeys"
                 )?;
             }
             lookup::run(&options, &mut |row| {
@@ -155,8 +162,20 @@ fn ranges_tcp_rows(options: &ranges_tcp::Options, json: bool) -> Result<()> {
         writeln!(
             out,
             "{:<5} {:<6} {:>11} {:>6} {:>5} {:>7} {:>7} {:>6} {:>9} {:>9} {:>9} {:>6} {:>8} {:>6}",
-            "path", "verify", "range bytes", "ranges", "depth", "GB/s", "socket", "ratio", "p50 us", "socket", "p99 us",
-            "ratio", "cpu s/GB", "ratio"
+            "path",
+            "verify",
+            "range bytes",
+            "ranges",
+            "depth",
+            "GB/s",
+            "socket",
+            "ratio",
+            "p50 us",
+            "socket",
+            "p99 us",
+            "ratio",
+            "cpu s/GB",
+            "ratio"
         )?;
     }
     let mut failed = None;

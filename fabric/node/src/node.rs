@@ -550,9 +550,14 @@ impl Starter {
         if self.offers(TransportKind::Tcp) {
             for index in 0..self.config.lanes {
                 let mut options = ProviderOptions::default();
-                options.tls = self
-                    .data_tls()
-                    .then(|| TlsClient { config: self.tls.data_client_config(), server_name: None });
+                if self.data_tls() {
+                    // The peer was told apart by the authenticated HELLO whose one-time token opens this connection.
+                    let config = self
+                        .tls
+                        .data_client_config_any()
+                        .map_err(|error| StartError::Security(error.to_string()))?;
+                    options.tls = Some(TlsClient { config, server_name: None });
+                }
                 let provider = TcpProvider::new(options).map_err(|error| StartError::System {
                     what: error.to_string(),
                     source: std::io::Error::other("tcp"),
