@@ -7,6 +7,8 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use crate::copy::OpaqueCopy;
+
 /// What kind of memory a region is. Device kinds come with the GPU work; every provider must look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MemoryKind {
@@ -74,7 +76,8 @@ impl Region {
     /// # Safety
     /// `[base, base + length_bytes)` must be valid for reads and writes until every clone of the region, those inside
     /// in-flight operations included, is gone; `owner` may hold whatever guarantees that. The engine may read and write
-    /// the bytes itself at any time, but must not hold Rust references to bytes that a load is filling.
+    /// the bytes itself, but while an operation fills some of them they belong to it alone (design D5): until it retires
+    /// nobody else writes them or holds Rust references to them, and no other operation has them as its destination.
     pub unsafe fn from_raw(
         base: *mut u8,
         length_bytes: usize,
@@ -101,7 +104,7 @@ impl Region {
         if length_bytes == 0 {
             return Err(RegionError::Empty);
         }
-        let mapping = crate::pool::Mapping::anonymous(length_bytes)
+        let mapping = crate::mapping::Mapping::anonymous(length_bytes)
             .map_err(|source| RegionError::Map { length_bytes, source })?;
         let base = mapping.base();
         // SAFETY: the mapping is readable and writable, `length_bytes` long, and owned by the region itself.
@@ -157,7 +160,7 @@ impl Region {
     pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), OutOfBounds> {
         self.check(offset, bytes.len())?;
         // SAFETY: `check` bounds the destination within the region, which `from_raw` made valid; the source is a slice.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base().add(offset), bytes.len()) };
+        unsafe { OpaqueCopy::get().copy(self.base().add(offset), bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
 
@@ -168,7 +171,7 @@ impl Region {
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), OutOfBounds> {
         self.check(offset, out.len())?;
         // SAFETY: `check` bounds the source within the region, which `from_raw` made valid; the destination is a slice.
-        unsafe { std::ptr::copy_nonoverlapping(self.base().add(offset), out.as_mut_ptr(), out.len()) };
+        unsafe { OpaqueCopy::get().copy(out.as_mut_ptr(), self.base().add(offset), out.len()) };
         Ok(())
     }
 

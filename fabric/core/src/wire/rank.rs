@@ -67,14 +67,13 @@ pub struct HelloAck<'a> {
     pub slabs: Records<'a, SlabRecord>,
 }
 
-/// A Unix socket, and the nonce that whoever listens there must echo: this is how "same host" is found (design 1.9).
+/// A Unix socket. "Same host" is found by connecting it: the shm handshake echoes a nonce and shows the incarnation
+/// (design 1.9).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UnixOffer<'a> {
     /// Path.
     #[serde(borrow)]
     pub path: Address<'a>,
-    /// Nonce.
-    pub nonce: [u8; 16],
 }
 
 /// One-time token that opens one tcp data connection (design 1.9).

@@ -183,7 +183,7 @@ fn replies() -> Vec<Reply<'static>> {
         Reply::Hello(HelloReply::Ack(HelloAck {
             name: name("rank-1"),
             incarnation: incarnation(9),
-            unix: Some(UnixOffer { path: address("/tmp/x"), nonce: [3; 16] }),
+            unix: Some(UnixOffer { path: address("/tmp/x") }),
             tcp: Some(address("h:1")),
             tcp_tokens: [Token([1; 32]), Token([2; 32])].into_iter().collect(),
             slabs: (0..4).map(slab).collect(),

@@ -235,6 +235,18 @@ impl Service {
         Ok(())
     }
 
+    /// The driver's own liveness check found that a rank does not answer: hidden until it is heard again.
+    pub fn handle_silent(&mut self, connection: ConnectionId) {
+        let Some(id) = self.connections.get(&connection).copied() else { return };
+        let Some(rank) = self.ranks.get_mut(&id) else { return };
+        if rank.liveness == Some(connection) && rank.state == State::Live {
+            rank.state = State::Silent;
+            let member = rank.member;
+            self.refresh(id);
+            self.changed(member, RankChange::Silent);
+        }
+    }
+
     /// A rank leaves for good.
     ///
     /// # Errors
