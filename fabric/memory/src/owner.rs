@@ -51,7 +51,10 @@ impl PoolConfig {
 #[non_exhaustive]
 pub enum PoolError {
     /// Zero or too large.
-    #[error("a pool of {capacity_bytes} bytes with {word_slots} words is not possible")]
+    #[error(
+        "a pool of {capacity_bytes} bytes with {word_slots} words is not possible; choose one between a page and the \
+         machine's memory"
+    )]
     Size {
         /// Capacity asked for, bytes.
         capacity_bytes: u64,

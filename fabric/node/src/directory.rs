@@ -160,7 +160,7 @@ impl DirectoryServer {
 impl Drop for DirectoryServer {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            end_runtime(runtime, self.endpoint.clone(), "the directory stops");
+            end_runtime(runtime, self.endpoint.clone(), Some("the directory stops"));
             self.liveness = None;
         }
     }

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvfabric_core::directory::{AnnouncerAction, ClearId, FlushId, JoinError, LinkId, RequestTag};
-use kvfabric_core::wire::{decode_reply, Attach, NsName};
+use kvfabric_core::limits::PROTOCOL_VERSION;
+use kvfabric_core::wire::{decode_reply, Attach, NsName, Refusal};
 use kvfabric_core::{NsId, Time};
 use kvfabric_transport_control::liveness::LivenessClient;
 use kvfabric_transport_control::ConnectionId;
@@ -304,6 +305,12 @@ impl Driver {
                 self.membership.last_failure = error.to_string();
                 return;
             }
+            JoinError::Refused(Refusal::Unsupported) => refused(
+                "the process at this address is no directory, perhaps a rank; check --directory".into(),
+            ),
+            JoinError::Refused(refusal @ Refusal::Version { .. }) => refused(format!(
+                "{refusal}, this rank speaks {PROTOCOL_VERSION}; run the same release on both"
+            )),
             JoinError::ClusterMismatch => refused(format!("{error}; check --cluster")),
             other => refused(other.to_string()),
         };

@@ -63,6 +63,8 @@ pub struct Node {
     _shm: Option<ShmServer>,
     _memory: Arc<OwnerMemory>,
     directory: Option<DirectoryServer>,
+    /// Whether anybody out there knows of this node and should be told of its end.
+    reached_directory: bool,
 }
 
 impl std::fmt::Debug for Node {
@@ -257,7 +259,8 @@ impl Drop for Node {
             }
         }
         if let Some(runtime) = self.runtime.take() {
-            end_runtime(runtime, self.endpoint.clone(), "the rank stops");
+            let farewell = self.reached_directory.then_some("the rank stops");
+            end_runtime(runtime, self.endpoint.clone(), farewell);
         }
     }
 }
@@ -392,18 +395,16 @@ impl Starter {
             _shm: shm,
             _memory: self.memory.clone(),
             directory: self.directory.take(),
+            reached_directory: false,
         };
         // From here on dropping the node undoes everything.
         let patience = self.config.start_timeout.saturating_add(CORE_ANSWER_MAX);
-        match result.recv_timeout(patience) {
-            Ok(joined) => joined?,
-            Err(_) => {
-                return Err(StartError::DirectoryUnreachable {
-                    address: target,
-                    reason: "no answer in time".into(),
-                })
-            }
-        }
+        let joined = result.recv_timeout(patience).unwrap_or_else(|_| {
+            Err(StartError::DirectoryUnreachable { address: target, reason: "no answer in time".into() })
+        });
+        // The start timeout is over; a farewell to nobody would only delay its error.
+        node.reached_directory = !matches!(joined, Err(StartError::DirectoryUnreachable { .. }));
+        joined?;
         node.metrics = self.metrics(&node)?;
         Ok(node)
     }

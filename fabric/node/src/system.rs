@@ -33,10 +33,16 @@ pub(crate) fn runtime(name: &str) -> Result<tokio::runtime::Runtime, StartError>
         .map_err(|source| StartError::System { what: "cannot start the control threads".into(), source })
 }
 
-/// Tells the peers, then ends the runtime. On a thread of its own, because the caller may be on another runtime's.
-pub(crate) fn end_runtime(runtime: tokio::runtime::Runtime, endpoint: Endpoint, reason: &'static str) {
+/// Tells the peers, if there are any to tell, then ends the runtime. On a thread of its own, because the caller may be on another runtime's.
+pub(crate) fn end_runtime(
+    runtime: tokio::runtime::Runtime,
+    endpoint: Endpoint,
+    farewell: Option<&'static str>,
+) {
     let ending = std::thread::Builder::new().name("kvf-ending".into()).spawn(move || {
-        runtime.block_on(endpoint.shutdown(reason));
+        if let Some(reason) = farewell {
+            runtime.block_on(endpoint.shutdown(reason));
+        }
         drop(endpoint);
         runtime.shutdown_timeout(Duration::from_secs(1));
     });
