@@ -1,6 +1,7 @@
 //! `kvfabric-bench`: benchmarks that verify their bytes and report CPU seconds per GB.
 
 mod lookup;
+mod lookup_core;
 
 mod plan;
 mod policy;
@@ -125,6 +126,7 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Bench::Lookup { keys, batch, clients, in_flight, seconds, publish_rate } => {
+            lookup_core::run(keys, usize::try_from(batch)?, seconds, json)?;
             let options = lookup::Options { keys, batch, clients, in_flight, seconds, publish_rate };
             let mut out = std::io::stdout();
             if !json {

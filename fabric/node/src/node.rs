@@ -425,9 +425,11 @@ impl Starter {
         if !self.offers(TransportKind::Tcp) {
             return Ok(None);
         }
-        let mut options = ServerOptions::default();
-        options.threads = self.config.lanes;
-        options.tls = self.data_tls().then(|| self.tls.data_server_config());
+        let options = ServerOptions {
+            threads: self.config.lanes,
+            tls: self.data_tls().then(|| self.tls.data_server_config()),
+            ..ServerOptions::default()
+        };
         let memory = self.memory.clone();
         TcpServer::start(self.config.listen, memory, tokens.clone(), self.incarnation.get(), options)
             .map(Some)
