@@ -19,8 +19,9 @@ use kvfabric_core::wire::{
 use kvfabric_core::{Fingerprint, Generation, Incarnation, NsEpoch, SlotId, Time};
 use serde_json::json;
 
-/// Batches prepared before the clock starts and used in turn: their frames and keys do not stay in the caches.
-const BATCHES: u64 = 256;
+/// Keys in the requests that are prepared before the clock starts and used in turn: each touches two or three cache lines
+/// of the table, so that they do not stay in any cache until they are asked for again.
+const KEYS_PREPARED: usize = 4 << 20;
 const CONTROL: ConnectionId = ConnectionId(1);
 const NOW: Time = Time::from_micros(1);
 /// More than the table needs for any number of keys: its own accounting is compared with the resident set.
@@ -147,7 +148,7 @@ fn batches(filled: &Filled, keys: u64, batch: usize, hit_percent: u64, locate: b
         key(state).0[0]
     };
     let mut all = Vec::new();
-    for _ in 0..BATCHES {
+    for _ in 0..KEYS_PREPARED.div_ceil(batch) {
         let expected: Vec<Option<u64>> =
             (0..batch).map(|_| (random() % 100 < hit_percent).then(|| random() % keys)).collect();
         let asked = expected.iter().map(|index| key(index.unwrap_or_else(|| keys + random() % keys)));
@@ -213,6 +214,9 @@ fn probe(
     let deadline = Instant::now() + Duration::try_from_secs_f64(seconds).context("--seconds")?;
     while Instant::now() < deadline || verified == 0 {
         for batch in &batches {
+            if verified > 0 && Instant::now() >= deadline {
+                break;
+            }
             out.clear();
             let began = Instant::now();
             let request = decode_request(&batch.frame)?;

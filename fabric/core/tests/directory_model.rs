@@ -10,6 +10,8 @@
 // A test's helpers may fail as its tests do.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "directory_model/random.rs"]
+mod random;
 #[path = "directory_model/world.rs"]
 mod world;
 

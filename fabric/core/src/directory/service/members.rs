@@ -211,28 +211,35 @@ impl Service {
         Ok(())
     }
 
-    /// A sign of life on a liveness connection.
+    /// A sign of life on a liveness connection that tells the rank's load.
     ///
     /// # Errors
     /// [`Refusal::UnknownRank`] if no rank is attached to the connection.
     pub fn handle_ping(&mut self, now: Time, connection: ConnectionId, ping: Ping) -> Result<(), Refusal> {
+        let id = self.handle_heard(now, connection)?;
+        self.set_load(id, ping.load);
+        Ok(())
+    }
+
+    /// A sign of life on a liveness connection that tells nothing else; the rank's load stays what it last told.
+    /// Returns the rank.
+    ///
+    /// # Errors
+    /// [`Refusal::UnknownRank`] if no rank is attached to the connection.
+    pub fn handle_heard(&mut self, now: Time, connection: ConnectionId) -> Result<RankId, Refusal> {
         let id = self.connections.get(&connection).copied().ok_or(Refusal::UnknownRank)?;
         let rank = self.ranks.get_mut(&id).ok_or(Refusal::UnknownRank)?;
         if rank.liveness != Some(connection) {
             return Err(Refusal::UnknownRank);
         }
         rank.heard = now;
-        let woke = rank.state == State::Silent;
-        if woke {
+        if rank.state == State::Silent {
             rank.state = State::Live;
-        }
-        let member = rank.member;
-        self.set_load(id, ping.load);
-        if woke {
+            let member = rank.member;
             self.refresh(id);
             self.changed(member, RankChange::Heard);
         }
-        Ok(())
+        Ok(id)
     }
 
     /// The driver's own liveness check found that a rank does not answer: hidden until it is heard again.

@@ -440,6 +440,10 @@ impl Table {
         let mut places = Places::new();
         for group in keys.chunks(16 * GROUP) {
             let count = self.probe_group(group, &mut heads, &mut homes);
+            // They lie apart from what was probed: their misses overlap too.
+            let generations =
+                heads.iter().take(count).fold(0, |all, head| all ^ self.records.generation(*head));
+            std::hint::black_box(generations);
             for (key, head) in group.chunks_exact(16).zip(heads).take(count) {
                 places.clear();
                 self.each_replica(head, |_, place| {

@@ -113,6 +113,18 @@ fn missed_pings_hide_until_the_rank_is_heard() {
 }
 
 #[test]
+fn a_sign_of_life_without_a_load_keeps_the_load() {
+    let mut d = Directory::new();
+    let peer = d.announce(at_ms(0), "a", 1, &[(1, 1)]);
+    d.service.handle_ping(at_ms(1), peer.liveness, Ping { load: 70 }).unwrap();
+    d.service.handle_silent(peer.liveness);
+    assert!(d.hits(at_ms(2)).is_empty());
+    assert_eq!(d.service.handle_heard(at_ms(3), peer.liveness), Ok(peer.member.rank));
+    assert_eq!(d.locate(at_ms(3), 1)[0].load, 70);
+    assert_eq!(d.service.handle_heard(at_ms(3), peer.control), Err(Refusal::UnknownRank));
+}
+
+#[test]
 fn a_silent_process_gives_way_to_a_newer_one() {
     let mut d = Directory::new();
     let peer = d.announce(at_ms(0), "a", 1, &[(1, 1)]);
