@@ -12,6 +12,9 @@ pub mod limits;
 pub mod load;
 pub mod owner;
 pub mod rank;
+pub mod spans;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod types;
 pub mod umbp;
 pub mod wire;

@@ -1,10 +1,57 @@
 //! The reader side of a rank: loads, replicas, peers, deadlines (design 1.3 R1-R8, 1.8, 4).
 
+mod config;
+mod loader;
+mod peer;
+mod peers;
+mod plan;
+mod slab;
+mod state;
+mod stats;
+
+pub use config::{LoaderConfig, VerifyPolicy};
+pub use loader::Loader;
+pub use stats::{FailureStats, LoadStats, TransportStats};
+
+use core::time::Duration;
+
 use smallvec::SmallVec;
 use thiserror::Error;
 
 use crate::hash::KeyHash;
 use crate::{Fingerprint, Generation, Incarnation, LayoutId, NsId, RankId, SlotId, Time};
+
+/// Most reads in flight: with small objects the byte limits alone would allow more than a transport's queues hold.
+pub const READS_INFLIGHT_MAX: usize = 4096;
+/// Most peers that are remembered, the closed ones included. Idle ones are forgotten first.
+pub const PEERS_MAX: usize = 65_536;
+/// Most miss reports waiting for their acknowledgement; beyond it they count as lost at once.
+pub const REPORTS_MAX: usize = 1 << 20;
+/// One read in this many goes to the load that waited longest instead of the one with the earliest deadline, so that
+/// a stream of urgent loads cannot starve another.
+pub const FAIR_TURN_INTERVAL: u32 = 8;
+/// First pause after a shortage on this rank; doubled for each shortage in a row.
+pub const SHORTAGE_PAUSE_MIN: Duration = Duration::from_millis(1);
+/// Longest pause after a shortage on this rank.
+pub const SHORTAGE_PAUSE_MAX: Duration = Duration::from_millis(64);
+/// A peer with reads in flight that retires none for this long, plus the time that its bytes take at
+/// [`STALL_BYTES_PER_MICRO`], is stalled: its reads are ended by force and go to other replicas.
+pub const STALL_MIN: Duration = Duration::from_secs(1);
+/// The slowest peer that does not count as stalled: 10 MB/s.
+pub const STALL_BYTES_PER_MICRO: u64 = 10;
+/// A read that is ended at its load's deadline counts against its replica only if it was in flight for this long
+/// (the fixed part of design 4's application deadline): a younger one says nothing about the owner.
+pub const READ_BLAME_MIN: Duration = Duration::from_millis(20);
+
+const _: () = {
+    use crate::limits::{JOB_BLOCKS_MAX, LOAD_BLOCKS_MAX, LOOKUP_KEYS_MAX, REPLICAS_PER_ANSWER_MAX};
+    // One LOCATE holds a whole load; and the keys that one timeout announces stay within a few messages.
+    assert!(JOB_BLOCKS_MAX <= LOOKUP_KEYS_MAX);
+    assert!(REPORTS_MAX >= LOAD_BLOCKS_MAX);
+    // A block's cursor over its replicas is a byte.
+    assert!(REPLICAS_PER_ANSWER_MAX < 255);
+    assert!(FAIR_TURN_INTERVAL > 1);
+};
 
 /// A load job, named by the driver; unique within the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -95,6 +142,60 @@ impl ReadFailure {
     }
 }
 
+/// The directory did not answer a LOCATE, or not in a way that can be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("the directory did not answer")]
+pub struct DirectoryUnavailable;
+
+impl DirectoryUnavailable {
+    /// Whether asking again later may succeed: always.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        true
+    }
+
+    /// Whether the cause lies on this rank: never known.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        false
+    }
+}
+
+/// Why a peer cannot be read from now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PeerFailure {
+    /// No transport reached it.
+    #[error("the peer cannot be reached")]
+    Unreachable,
+    /// Another incarnation answered: the entries are of an earlier life (rule R1).
+    #[error("another incarnation of the peer answered")]
+    WrongIncarnation,
+    /// The connection was lost.
+    #[error("the connection to the peer was lost")]
+    Lost,
+    /// The peer broke the protocol.
+    #[error("the peer broke the protocol")]
+    Protocol,
+    /// A shortage on this side kept the connection from being made.
+    #[error("a shortage on this rank kept the connection from being made")]
+    LocalShortage,
+}
+
+impl PeerFailure {
+    /// Whether the cause lies on this side; such a failure never counts against the peer.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        matches!(self, Self::LocalShortage)
+    }
+
+    /// Whether the same connection may be made later.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        !matches!(self, Self::WrongIncarnation)
+    }
+}
+
 /// Why a block was not loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -181,7 +282,7 @@ pub enum LoadAction {
         /// When the answer is no longer of use.
         deadline: Time,
     },
-    /// Connect to a peer; answered by `handle_peer_connected` or `handle_peer_failed`.
+    /// Connect to a peer; answered by `handle_peer_connected` (at once if it is connected) or `handle_peer_failed`.
     Connect {
         /// Peer.
         rank: RankId,
@@ -194,6 +295,8 @@ pub enum LoadAction {
         read: ReadId,
         /// Peer, connected.
         rank: RankId,
+        /// Its incarnation: names the connection, since a directory that restarted numbers its ranks anew (rule R1).
+        incarnation: Incarnation,
         /// Slot at the peer.
         slot: SlotId,
         /// Object size, bytes.

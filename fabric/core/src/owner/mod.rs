@@ -2,6 +2,28 @@
 //!
 //! Actions must be carried out strictly in the order in which they come out: [`OwnerAction::InvalidateWord`] (rule O1)
 //! precedes the [`OwnerAction::Fill`] that overwrites the slot.
+//!
+//! [`Owner`] is the state machine. Its parts: `entry` (one record per key that is resident, being filled or waiting for
+//! a slot), `put` (puts in progress), `space` (extents, slabs and slots), `policy` (what to evict), `room` (where a
+//! put's slot comes from), `evict` (everything that takes a slot away from a key).
+
+mod config;
+mod entry;
+mod evict;
+#[cfg(any(test, debug_assertions))]
+mod invariants;
+mod list;
+mod machine;
+pub mod policy;
+mod put;
+mod room;
+mod space;
+#[cfg(test)]
+mod tests;
+
+pub use config::{ConfigError, OwnerConfig, EVICTED_KEYS_MAX, EXTENTS_MAX, SLABS_MAX, WAITING_PUTS_MAX};
+pub use machine::{Owner, OwnerStats, Renumbering, Resident};
+pub use policy::PolicyKind;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;

@@ -1,0 +1,80 @@
+//! Small things from the operating system.
+
+use std::path::{Path, PathBuf};
+
+use kvfabric_transport_control::{Endpoint, Security};
+
+use crate::{SecurityChoice, StartError};
+
+/// A random number from the operating system.
+pub(crate) fn random_u64() -> Result<u64, StartError> {
+    getrandom::u64().map_err(|error| StartError::System {
+        what: "the operating system gives no random numbers".into(),
+        source: std::io::Error::other(error.to_string()),
+    })
+}
+
+/// A tokio runtime for the control plane. Two workers: a long lookup must not hold up a publish.
+pub(crate) fn runtime(name: &str) -> Result<tokio::runtime::Runtime, StartError> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name(name)
+        .enable_all()
+        .build()
+        .map_err(|source| StartError::System { what: "cannot start the control threads".into(), source })
+}
+
+/// Tells the peers, then ends the runtime. On a thread of its own, because the caller may be on another runtime's.
+pub(crate) fn end_runtime(runtime: tokio::runtime::Runtime, endpoint: Endpoint, reason: &'static str) {
+    let ending = std::thread::Builder::new().name("kvf-ending".into()).spawn(move || {
+        runtime.block_on(endpoint.shutdown(reason));
+        drop(endpoint);
+        runtime.shutdown_timeout(std::time::Duration::from_secs(1));
+    });
+    match ending {
+        Ok(thread) => {
+            if thread.join().is_err() {
+                tracing::error!("ending the control threads panicked");
+            }
+        }
+        // Without a thread the runtime was dropped with the closure, which ends it without a farewell.
+        Err(error) => tracing::warn!(%error, "cannot say farewell to the peers"),
+    }
+}
+
+pub(crate) fn security(choice: &SecurityChoice) -> Security {
+    match choice {
+        SecurityChoice::Development => Security::Dev,
+        SecurityChoice::TlsDir(dir) => Security::Dir(dir.clone()),
+        SecurityChoice::InsecureNoAuth => Security::InsecureNoAuth,
+    }
+}
+
+/// Folder of Unix sockets: the given one, else a private one of this user. Created with mode 0700.
+pub(crate) fn socket_dir(given: Option<&Path>) -> Result<PathBuf, StartError> {
+    use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+    let private = given.is_none();
+    let dir = match given {
+        Some(dir) => dir.to_path_buf(),
+        None => match std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
+            Some(runtime) => PathBuf::from(runtime).join("kvfabric"),
+            None => std::env::temp_dir().join(format!("kvfabric-{}", rustix::process::geteuid().as_raw())),
+        },
+    };
+    let fail =
+        |source| StartError::System { what: format!("cannot use socket folder {}", dir.display()), source };
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(fail)?;
+    if private {
+        // A folder in a shared place that somebody else made first could serve his sockets to us.
+        let metadata = std::fs::symlink_metadata(&dir).map_err(fail)?;
+        if !metadata.is_dir()
+            || metadata.uid() != rustix::process::geteuid().as_raw()
+            || metadata.mode() & 0o022 != 0
+        {
+            return Err(fail(std::io::Error::other(
+                "it does not belong to this user alone; remove it or give --socket-dir",
+            )));
+        }
+    }
+    Ok(dir)
+}
