@@ -342,10 +342,10 @@ fn connect(provider: &mut ShmProvider, peer: PeerKey, socket: &Path) -> Result<(
     while start.elapsed() < PATIENCE {
         provider.poll(&mut events);
         match events.pop() {
-            None => {}
             Some(Event::Connected { .. }) => return Ok(()),
             Some(Event::ConnectFailed { error, .. }) => return Err(error.into()),
             Some(other) => bail!("unexpected event while connecting: {other:?}"),
+            None => {}
         }
         provider.wait(Duration::from_millis(10));
     }

@@ -214,6 +214,24 @@ fn two_servers_never_share_a_path_and_a_dead_ones_is_replaced() {
 }
 
 #[test]
+fn starting_in_a_directory_sweeps_the_dead_ones_sockets_only() {
+    let directory = Directory::new();
+    let leave = |name: &str| {
+        let path = directory.path().join(name);
+        let dead = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
+        rustix::net::bind(&dead, &SocketAddrUnix::new(&path).expect("short")).expect("bound");
+        path
+    };
+    let (dead, foreign) = (leave("kvfabric-0000000000000001.sock"), leave("other.sock"));
+    let file = directory.path().join("kvfabric-notes.sock");
+    std::fs::write(&file, "precious").expect("written");
+    let alive = ShmServer::start_in(directory.path(), owner(1 << 20, 64), 2).expect("serving");
+    assert!(!dead.exists());
+    let _second = ShmServer::start_in(directory.path(), owner(1 << 20, 64), 3).expect("serving");
+    assert!(alive.path().exists() && foreign.exists() && file.exists());
+}
+
+#[test]
 fn racing_starters_leave_exactly_one_server() {
     let directory = Directory::new();
     for _ in 0..10 {
