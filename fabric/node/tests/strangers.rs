@@ -208,6 +208,31 @@ fn more_blocks_at_once_than_the_pool_has_slots() {
     }
 }
 
+/// The pool's extents are cut for small objects, and a larger one fits into none of them: that alone is a full pool.
+#[test]
+fn pool_is_full_only_when_nothing_can_make_room() {
+    let directory = directory();
+    let mut small = config("a", &directory);
+    small.pool_bytes = 16 * OBJECT_BYTES as u64;
+    small.extent_bytes = 8 * OBJECT_BYTES as u64;
+    let wide_bytes = 12 * OBJECT_BYTES as u64;
+    let wide = GroupLayout { group_id: 1, layout: LayoutId(8), object_bytes: wide_bytes };
+    let mut namespace = spec(OBJECT_BYTES as u64);
+    namespace.groups.push(wide);
+    let a = Engine::with(small, 32, namespace);
+    a.fill(0..16, 1);
+    let mut source = kvfabric_memory::ScatterList::default();
+    source.push(&a.memory, 0, wide_bytes as usize).unwrap();
+    let item = StoreItem { key: common::key_in("ns", 1, 0), source, parent_block_hash: None };
+    let error = a.store_items(vec![item])[0].clone().unwrap_err();
+    assert_eq!(error, BlockError::Put(PutError::PoolFull));
+    assert!(error.is_local() && error.to_string().contains("--pool-bytes"), "{error}");
+    // The blocks that are there stay, and others of their size still replace them.
+    a.check_all(0..16, 1);
+    a.fill(16..32, 1);
+    a.check_all(16..32, 1);
+}
+
 /// Two groups of very different sizes share one pool: each starves the other only through eviction.
 #[test]
 fn groups_of_different_sizes_share_a_pool() {
