@@ -14,8 +14,8 @@ use hdrhistogram::Histogram;
 use kvfabric_core::hash::{KeyCoordinates, NamespaceKey};
 use kvfabric_core::umbp::KeyHasher;
 use kvfabric_core::wire::{
-    decode_reply, encode_request, Advertised, EngineKey, Join, JoinReply, Lookup, Member, Name, NsName, NsNumber,
-    NsReply, OpenNs, Publish, PublishOp, PublishReply, Query, Records, Reply, Request,
+    decode_reply, encode_request, Advertised, EngineKey, Join, JoinReply, Lookup, Member, Name, NsName,
+    NsNumber, NsReply, OpenNs, Publish, PublishOp, PublishReply, Query, Records, Reply, Request,
 };
 use kvfabric_core::{Fingerprint, Generation, Incarnation, NsEpoch, SlotId};
 use kvfabric_node::{DirectoryConfig, DirectoryServer};
@@ -129,7 +129,8 @@ fn fingerprint(key: &NamespaceKey, number: u64) -> Fingerprint {
 
 /// The number of the key at a position of a request: even positions exist, odd ones do not.
 fn asked(options: &Options, request: u64, position: u64) -> u64 {
-    let spread = (request * options.batch + position).wrapping_mul(0x2545_f491_4f6c_dd1d) % options.keys.max(1);
+    let spread =
+        (request * options.batch + position).wrapping_mul(0x2545_f491_4f6c_dd1d) % options.keys.max(1);
     if position % 2 == 0 {
         spread
     } else {
@@ -154,7 +155,8 @@ impl Publisher {
     async fn join(tls: &Tls, directory: SocketAddr) -> Result<Self> {
         let endpoint = endpoint(tls)?;
         let connection = endpoint.connect(&directory.to_string()).await?;
-        let incarnation = Incarnation::new(u64::from(std::process::id()) | 1 << 60).context("an incarnation")?;
+        let incarnation =
+            Incarnation::new(u64::from(std::process::id()) | 1 << 60).context("an incarnation")?;
         let name = |text: &'static str| Name::new(text).context("a name");
         let join = Join {
             cluster: name("default")?,
@@ -194,7 +196,13 @@ impl Publisher {
         })
     }
 
-    async fn publish(&mut self, numbers: impl Iterator<Item = u64>, present: bool, first: bool, last: bool) -> Result<()> {
+    async fn publish(
+        &mut self,
+        numbers: impl Iterator<Item = u64>,
+        present: bool,
+        first: bool,
+        last: bool,
+    ) -> Result<()> {
         let mut ops = Records::new();
         for number in numbers {
             if present {
@@ -265,13 +273,16 @@ impl Client {
             let requests: Vec<Vec<String>> = if self.from_strings {
                 (0..REQUESTS)
                     .map(|request| {
-                        (0..self.options.batch).map(|at| key_string(asked(&self.options, request, at))).collect()
+                        (0..self.options.batch)
+                            .map(|at| key_string(asked(&self.options, request, at)))
+                            .collect()
                     })
                     .collect()
             } else {
                 Vec::new()
             };
-            let frames: Vec<Bytes> = (0..REQUESTS).map(|request| self.frame(ns, request)).collect::<Result<_>>()?;
+            let frames: Vec<Bytes> =
+                (0..REQUESTS).map(|request| self.frame(ns, request)).collect::<Result<_>>()?;
             let mut hasher = KeyHasher::new(b"", b"");
             let mut tally = Tally { keys: 0, latencies: Histogram::new_with_max(60_000_000, 3)? };
             let mut running = tokio::task::JoinSet::new();
@@ -337,8 +348,14 @@ fn frame_of(
 /// # Errors
 /// If the directory does not come up, a request fails, or an answer is wrong.
 pub fn run(options: &Options, emit: &mut dyn FnMut(&Row) -> Result<()>) -> Result<()> {
-    ensure!(options.keys > 0 && options.batch > 0 && options.clients > 0 && options.in_flight > 0, "zero is not a size");
-    ensure!(options.batch <= kvfabric_core::limits::LOOKUP_KEYS_MAX as u64, "the batch is above the protocol's limit");
+    ensure!(
+        options.keys > 0 && options.batch > 0 && options.clients > 0 && options.in_flight > 0,
+        "zero is not a size"
+    );
+    ensure!(
+        options.batch <= kvfabric_core::limits::LOOKUP_KEYS_MAX as u64,
+        "the batch is above the protocol's limit"
+    );
     let tls = Tls::load(&Security::Dev)?;
     let directory = DirectoryServer::start(DirectoryConfig {
         table_bytes_max: 64 << 30,

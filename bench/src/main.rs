@@ -1,6 +1,7 @@
 //! `kvfabric-bench`: benchmarks that verify their bytes and report CPU seconds per GB.
 
 mod lookup;
+mod lookup_core;
 
 mod plan;
 mod policy;
@@ -125,14 +126,22 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Bench::Lookup { keys, batch, clients, in_flight, seconds, publish_rate } => {
-
+            lookup_core::run(keys, usize::try_from(batch)?, seconds, json)?;
             let options = lookup::Options { keys, batch, clients, in_flight, seconds, publish_rate };
             let mut out = std::io::stdout();
             if !json {
                 writeln!(
                     out,
                     "{:<14} {:>7} {:>10} {:>7} {:>13} {:>13} {:>8} {:>8} {:>13}",
-                    "op", "batch", "keys", "clients", "publishes/s", "keys/s", "p50 us", "p99 us", "cpu s/Mkeys"
+                    "op",
+                    "batch",
+                    "keys",
+                    "clients",
+                    "publishes/s",
+                    "keys/s",
+                    "p50 us",
+                    "p99 us",
+                    "cpu s/Mkeys"
                 )?;
             }
             lookup::run(&options, &mut |row| {
@@ -155,8 +164,20 @@ fn ranges_tcp_rows(options: &ranges_tcp::Options, json: bool) -> Result<()> {
         writeln!(
             out,
             "{:<5} {:<6} {:>11} {:>6} {:>5} {:>7} {:>7} {:>6} {:>9} {:>9} {:>9} {:>6} {:>8} {:>6}",
-            "path", "verify", "range bytes", "ranges", "depth", "GB/s", "socket", "ratio", "p50 us", "socket", "p99 us",
-            "ratio", "cpu s/GB", "ratio"
+            "path",
+            "verify",
+            "range bytes",
+            "ranges",
+            "depth",
+            "GB/s",
+            "socket",
+            "ratio",
+            "p50 us",
+            "socket",
+            "p99 us",
+            "ratio",
+            "cpu s/GB",
+            "ratio"
         )?;
     }
     let mut failed = None;

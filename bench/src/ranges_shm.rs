@@ -341,12 +341,11 @@ fn connect(provider: &mut ShmProvider, peer: PeerKey, socket: &Path) -> Result<(
     let mut events = Vec::new();
     while start.elapsed() < PATIENCE {
         provider.poll(&mut events);
-        for event in events.drain(..) {
-            match event {
-                Event::Connected { .. } => return Ok(()),
-                Event::ConnectFailed { error, .. } => return Err(error.into()),
-                other => bail!("unexpected event while connecting: {other:?}"),
-            }
+        match events.pop() {
+            Some(Event::Connected { .. }) => return Ok(()),
+            Some(Event::ConnectFailed { error, .. }) => return Err(error.into()),
+            Some(other) => bail!("unexpected event while connecting: {other:?}"),
+            None => {}
         }
         provider.wait(Duration::from_millis(10));
     }

@@ -1,5 +1,5 @@
 //! What the death of one process means for the others: detection, replicas, loads in flight, membership.
-#![allow(clippy::unwrap_used)] // A test file.
+#![allow(clippy::unwrap_used, clippy::panic)] // A test file.
 
 use std::time::{Duration, Instant};
 

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! It is ignored otherwise, because the traces are not part of the project and the replay moves 1.5 GB.
-#![allow(clippy::unwrap_used)] // A test file.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test file.
 
 use std::path::PathBuf;
 use std::process::Command;

@@ -90,6 +90,7 @@ pub fn run(settings: &Settings, printer: Printer) -> Result<()> {
         descriptors(getrlimit(Resource::Nofile).current, getrlimit(Resource::Nofile).maximum),
         udp_buffers(&read_text("/proc/sys/net/core/rmem_max")),
         rdma(&device_names(Path::new("/sys/class/infiniband"))),
+        gpu(&device_names(Path::new("/dev"))),
     ];
     if let Some(address) = &settings.directory {
         checks.push(directory(address));
@@ -247,6 +248,21 @@ fn rdma(devices: &[String]) -> Check {
     )
 }
 
+/// GPUs by their device files: `nvidia0` and so on, `kfd` for AMD.
+fn gpu(device_files: &[String]) -> Check {
+    let is_gpu = |name: &&String| {
+        let number = name.strip_prefix("nvidia");
+        *name == "kfd" || number.is_some_and(|n| !n.is_empty() && n.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let devices: Vec<&str> = device_files.iter().filter(is_gpu).map(String::as_str).collect();
+    let found = if devices.is_empty() {
+        "GPU memory is not in this build; no GPU in /dev".to_owned()
+    } else {
+        format!("GPU memory is not in this build; devices here: {}", devices.join(", "))
+    };
+    Check::limited("gpu", found, "register host memory; this build copies no GPU memory")
+}
+
 /// Whether something accepts connections where the directory should be. Name resolution has no time limit of its own,
 /// so all of it happens on another thread.
 fn directory(address: &str) -> Check {
@@ -299,6 +315,7 @@ mod tests {
             udp_buffers("212992\n"),
             udp_buffers("unreadable"),
             rdma(&[]),
+            gpu(&[]),
             directory("127.0.0.1:1"),
         ];
         for check in &checks {
@@ -323,6 +340,12 @@ mod tests {
             check.found.contains("not in this build") && check.found.contains("mlx5_0, rxe0"),
             "{check:?}"
         );
+    }
+
+    #[test]
+    fn gpus_are_told_from_other_devices() {
+        let files = ["kfd", "null", "nvidia", "nvidia-uvm", "nvidia12", "nvidiactl"].map(str::to_owned);
+        assert!(gpu(&files).found.ends_with("devices here: kfd, nvidia12"), "{}", gpu(&files).found);
     }
 
     #[test]

@@ -1,4 +1,5 @@
 //! Commands end to end: real processes, real bytes.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test file.
 
 mod common;
 

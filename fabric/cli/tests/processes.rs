@@ -1,4 +1,5 @@
 //! Processes of a replay: they end with their parent, their end is noticed, and an unlimited pool has a limit.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test file.
 
 mod common;
 

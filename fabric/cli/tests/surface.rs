@@ -176,6 +176,7 @@ fn doctor_names_every_check_and_fails_for_what_is_needed() {
         "locked memory",
         "open files",
         "UDP buffers",
+        "gpu",
         "rdma",
     ] {
         let check = events.iter().find(|event| event["name"] == name);

@@ -224,7 +224,10 @@ mod tests {
                 Err(SpanConflict::WithinJob { address: 64 }),
             ]
         );
-        assert_eq!(set.claim(3, true, vec![span(45, 46)]), Err(SpanConflict::WithJob { address: 45, job: 2 }));
+        assert_eq!(
+            set.claim(3, true, vec![span(45, 46)]),
+            Err(SpanConflict::WithJob { address: 45, job: 2 })
+        );
         set.claim(3, true, vec![span(60, 70)]).unwrap();
         set.release(2);
         set.claim(4, true, vec![span(0, 50)]).unwrap();

@@ -76,7 +76,8 @@ id! {
     Tag(u64)
 }
 id! {
-    /// Number that the directory gives to a namespace.
+    /// Number that a rank gives to a namespace, for as long as the rank lives; the directory's own number is
+    /// [`NsNumber`](crate::wire::NsNumber) and changes when the directory starts anew.
     NsId(u32)
 }
 id! {

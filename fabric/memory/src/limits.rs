@@ -17,8 +17,10 @@ pub const POOL_GRANULE_BYTES: usize = 2 << 20;
 /// Ranges in regions at least this large are written past the caches (unless they are hashed, which wants them there):
 /// what is loaded into such a region is spread too widely for any cache to hold it. Smaller ones are faster in cache.
 pub const STREAMING_REGION_BYTES_MIN: usize = 64 << 20;
-/// Shorter ranges are not worth the wait for their stores.
+/// Shorter ranges gain nothing from that.
 pub const STREAMING_RANGE_BYTES_MIN: usize = 4 << 10;
+/// Shorter objects are not worth the wait for their stores, which comes once an object.
+pub const STREAMING_OBJECT_BYTES_MIN: u64 = 64 << 10;
 /// Hashing works in pieces that stay in the first-level cache.
 pub const CHECKSUM_PIECE_BYTES: usize = 8 << 10;
 

@@ -5,7 +5,9 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use crate::copy::{copy_past_caches, settle, OpaqueCopy};
-use crate::limits::{CHECKSUM_PIECE_BYTES, STREAMING_RANGE_BYTES_MIN, STREAMING_REGION_BYTES_MIN};
+use crate::limits::{
+    CHECKSUM_PIECE_BYTES, STREAMING_OBJECT_BYTES_MIN, STREAMING_RANGE_BYTES_MIN, STREAMING_REGION_BYTES_MIN,
+};
 use crate::{Checksum, OutOfBounds, Region};
 
 /// One contiguous piece. Laid out like `struct iovec`, so that a list can go to vectored system calls as it is.
@@ -258,7 +260,7 @@ impl ScatterCursor {
         // Hashed pieces are small, so that they are still in the first-level cache: then the hash hides in the copy's
         // cache misses instead of having its own.
         let part_max = if checksum.is_some() { CHECKSUM_PIECE_BYTES } else { usize::MAX };
-        let streams = list.streams && checksum.is_none();
+        let streams = list.streams && checksum.is_none() && list.total_bytes >= STREAMING_OBJECT_BYTES_MIN;
         let mut done = 0;
         while done < length_bytes {
             let Some((base, part)) = self.take(list, part_max.min(length_bytes - done)) else { break };

@@ -2,17 +2,18 @@
 
 use std::collections::HashMap;
 use std::sync::mpsc::Sender;
+use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use kvfabric_core::load::{LocateId, ReportId};
 use kvfabric_core::wire::{
-    decode_reply, encode_request, ClearAck, EngineKey, Locate, MissRecord, MissReports, NsNumber, Query,
-    Records, Reply, Request, Touch,
+    encode_request, ClearAck, EngineKey, MissRecord, MissReports, NsNumber, Query, Records, Reply, Request,
+    Touch,
 };
 use kvfabric_core::{Fingerprint, Generation, Incarnation, RankId, SlotId};
 use kvfabric_transport_control::{Connection, Responder};
 
+use crate::backend::{Directory, Membership};
 use crate::command::Command;
 use crate::handler::respond;
 use crate::peers::Asker;
@@ -26,8 +27,10 @@ pub(crate) struct Control {
     pub(crate) core: Sender<Command>,
     pub(crate) asker: Asker,
     pub(crate) engine: EngineKey,
-    /// Connection to the directory while this rank is a member.
-    pub(crate) directory: Option<Connection>,
+    /// The directory while this rank is a member.
+    pub(crate) directory: Option<Arc<dyn Directory>>,
+    /// Who is who, while there is a connection to the directory.
+    pub(crate) membership: Option<Arc<dyn Membership>>,
     clears: HashMap<u64, Responder>,
 }
 
@@ -38,66 +41,48 @@ impl Control {
         asker: Asker,
         engine: EngineKey,
     ) -> Self {
-        Self { runtime, core, asker, engine, directory: None, clears: HashMap::new() }
-    }
-
-    /// Sends an encoded request to the directory; `done` turns the answer (or its absence) into a command.
-    pub(crate) fn ask(
-        &self,
-        request: &Request<'_>,
-        within: Duration,
-        done: impl FnOnce(Option<Bytes>) -> Command + Send + 'static,
-    ) {
-        let mut frame = Vec::with_capacity(64);
-        let encoded = encode_request(request, &mut frame).is_ok();
-        let (core, directory) = (self.core.clone(), self.directory.clone());
-        self.runtime.spawn(async move {
-            let reply = match directory {
-                Some(directory) if encoded => match directory.request(frame.into(), within).await {
-                    Ok(reply) => Some(reply),
-                    Err(error) => {
-                        tracing::debug!(%error, "the directory did not answer");
-                        None
-                    }
-                },
-                _ => None,
-            };
-            // A core thread that is gone needs no answers.
-            let _ = core.send(done(reply));
-        });
+        Self { runtime, core, asker, engine, directory: None, membership: None, clears: HashMap::new() }
     }
 
     pub(crate) fn locate(&self, locate: LocateId, ns: NsNumber, keys: &[Fingerprint], within: Duration) {
         let mut records = Records::with_capacity(keys.len());
         keys.iter().for_each(|key| records.push(*key));
-        let count = keys.len();
         let deadline_us = u32::try_from(within.as_micros()).unwrap_or(u32::MAX);
-        let request = Request::Locate(Locate(Query { ns, asker: self.engine, deadline_us, keys: records }));
-        self.ask(&request, within, move |reply| {
-            let result = match reply.as_deref().map(decode_reply) {
-                Some(Ok(Reply::Locate(reply))) if reply.len() == count => Ok(reply.iter().collect()),
-                Some(Ok(other)) => {
-                    tracing::debug!(answer = other.name(), "locate was refused");
-                    Err(())
+        let query = Query { ns, asker: self.engine, deadline_us, keys: records };
+        let answer = self.directory.as_ref().map(|directory| directory.locate(query, within));
+        let core = self.core.clone();
+        self.runtime.spawn(async move {
+            let result = match answer {
+                Some(answer) => {
+                    answer.await.map_err(|error| tracing::debug!(%error, "locate was not answered"))
                 }
-                _ => Err(()),
+                None => Err(()),
             };
-            Command::Located { locate, result }
+            // A core thread that is gone needs no answers.
+            let _ = core.send(Command::Located { locate, result });
         });
     }
 
     pub(crate) fn greet(&self, rank: RankId, incarnation: Incarnation) {
-        self.runtime.spawn(self.asker.clone().greet(self.directory.clone(), rank, incarnation));
+        self.runtime.spawn(self.asker.clone().greet(self.membership.clone(), rank, incarnation));
     }
 
     pub(crate) fn report_misses(&self, reports: Vec<ReportId>, misses: &[MissRecord]) {
         let mut records = Records::with_capacity(misses.len());
         misses.iter().for_each(|record| records.push(*record));
-        let request = Request::MissReports(MissReports { asker: self.engine, reports: records });
-        self.ask(&request, REQUEST_TIMEOUT, move |reply| match reply.as_deref().map(decode_reply) {
-            Some(Ok(Reply::Done(_))) => Command::MissReported { reports },
+        let message = MissReports { asker: self.engine, reports: records };
+        let answer =
+            self.directory.as_ref().map(|directory| directory.report_misses(&message, REQUEST_TIMEOUT));
+        let core = self.core.clone();
+        self.runtime.spawn(async move {
+            let acknowledged = match answer {
+                Some(answer) => answer.await.is_ok(),
+                None => false,
+            };
             // Not acknowledged: core goes on by itself after its own wait.
-            _ => Command::MissReported { reports: Vec::new() },
+            if acknowledged {
+                let _ = core.send(Command::MissReported { reports });
+            }
         });
     }
 

@@ -12,8 +12,8 @@ use kvfabric_core::directory::{
 };
 use kvfabric_core::limits::CLEAR_TIMEOUT;
 use kvfabric_core::wire::{
-    decode_reply, decode_request, Attach, ClearAck, ClearRank, ClearReply, JoinReply, Member, Ping, Refusal,
-    Reply, Request, Stats,
+    decode_reply, decode_request, Attach, ClearAck, ClearRank, ClearReply, JoinReply, Member, Refusal, Reply,
+    Request, Stats,
 };
 use kvfabric_core::{NsEpoch, RankId, Time};
 use kvfabric_transport_control::liveness::{LivenessEvent, LivenessId, LivenessServer, ServerConfig, Ticket};
@@ -276,9 +276,7 @@ impl State {
             }
             LivenessEvent::Answering(id) => {
                 self.answering.lock().insert(id, true);
-                let _ = self.with_service(|service, now| {
-                    service.handle_ping(now, liveness_name(id), Ping { load: 0 })
-                });
+                let _ = self.with_service(|service, now| service.handle_heard(now, liveness_name(id)));
             }
             LivenessEvent::Closed(id, why) => {
                 tracing::debug!(%id, ?why, "liveness connection closed");
@@ -299,7 +297,7 @@ impl State {
         self.with_service(|service, now| {
             for id in ids {
                 // A rank that was fenced since is unknown, which is right.
-                let _ = service.handle_ping(now, liveness_name(id), Ping { load: 0 });
+                let _ = service.handle_heard(now, liveness_name(id));
             }
         });
     }

@@ -22,7 +22,7 @@ use crate::job::JobState;
 use crate::jobs::{JobKind, Jobs};
 use crate::membership::Membership;
 use crate::reads::Reads;
-use crate::routes::Routes;
+use crate::routes::{Begin, Routes};
 use crate::shared::Shared;
 use crate::{BlockError, BlockOk, NodeStats};
 
@@ -374,8 +374,10 @@ impl Driver {
                     self.rank.handle_peer_connected(now, rank, incarnation, TransportKind::Shm);
                     return;
                 }
-                if self.routes.begin(rank, incarnation) {
-                    self.control.greet(rank, incarnation);
+                match self.routes.begin(rank, incarnation) {
+                    Begin::Greet => self.control.greet(rank, incarnation),
+                    Begin::Wait => {}
+                    Begin::Connected(kind) => self.rank.handle_peer_connected(now, rank, incarnation, kind),
                 }
             }
             LoadAction::Read { read, incarnation, slot, object_bytes, load, block, checksum, .. } => {

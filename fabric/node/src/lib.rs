@@ -4,6 +4,7 @@
 //! (see `docs/protocol.md`). [`DirectoryServer`] is the directory service, stand-alone or embedded in a rank.
 #![forbid(unsafe_code)]
 
+mod backend;
 mod command;
 mod config;
 mod control;

@@ -2,15 +2,17 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::mpsc::{Sender, SyncSender};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvfabric_core::directory::{AnnouncerAction, ClearId, FlushId, JoinError, LinkId, RequestTag};
 use kvfabric_core::limits::PROTOCOL_VERSION;
 use kvfabric_core::wire::{decode_reply, Attach, NsName, Refusal};
 use kvfabric_core::{NsId, Time};
-use kvfabric_transport_control::liveness::{ClientConfig, LivenessClient, Ticket};
-use kvfabric_transport_control::Connection;
+use kvfabric_transport_control::liveness::LivenessClient;
+use kvfabric_transport_control::ConnectionId;
 
+use crate::backend::{self, Directory as _, Membership as _, QuicDirectory};
 use crate::command::Command;
 use crate::driver::Driver;
 use crate::shared::DirectoryView;
@@ -30,7 +32,7 @@ pub(crate) struct Membership {
     pub(crate) name: String,
     pub(crate) peer_timeout: Duration,
     pub(crate) starting: Option<Starting>,
-    link: Option<(LinkId, Connection)>,
+    link: Option<Link>,
     liveness: Option<LivenessClient>,
     last_failure: String,
     flushes: HashMap<FlushId, SyncSender<bool>>,
@@ -40,6 +42,13 @@ pub(crate) struct Membership {
     next_name: u64,
     /// While closing: how long to wait for the answer to the farewell.
     pub(crate) leave_until: Option<Time>,
+}
+
+/// One connection to the directory.
+struct Link {
+    id: LinkId,
+    connection: ConnectionId,
+    directory: Arc<QuicDirectory>,
 }
 
 /// A start that waits for its first admission.
@@ -69,11 +78,11 @@ impl Membership {
     }
 
     fn is_current(&self, link: LinkId) -> bool {
-        self.link.as_ref().is_some_and(|(known, _)| *known == link)
+        self.link.as_ref().is_some_and(|known| known.id == link)
     }
 
-    pub(crate) fn connection(&self) -> Option<&Connection> {
-        self.link.as_ref().map(|(_, connection)| connection)
+    fn current(&self, link: LinkId) -> Option<Arc<QuicDirectory>> {
+        self.link.as_ref().filter(|known| known.id == link).map(|known| known.directory.clone())
     }
 
     /// When a waiting start or opening must be looked at.
@@ -114,10 +123,11 @@ impl Driver {
                 // The first announcement has nothing to say and need not wait for others.
                 let jitter = if self.membership.starting.is_some() { Duration::ZERO } else { jitter };
                 let link = self.rank.handle_directory_connected(now, jitter);
-                self.membership.link = Some((link, connection));
+                let directory = Arc::new(QuicDirectory::new(connection.clone()));
+                self.membership.link = Some(Link { id: link, connection: connection.id(), directory });
             }
             Command::LinkDown { connection, why }
-                if self.membership.connection().is_some_and(|known| known.id() == connection) =>
+                if self.membership.link.as_ref().is_some_and(|known| known.connection == connection) =>
             {
                 self.lose_directory(&why);
             }
@@ -178,11 +188,11 @@ impl Driver {
     /// The membership is gone, whichever part of it broke: everything is made anew.
     fn lose_directory(&mut self, why: &str) {
         let now = self.now();
-        if let Some((_, connection)) = self.membership.link.take() {
+        if let Some(link) = self.membership.link.take() {
             if self.closing.is_none() {
                 tracing::warn!(directory = %self.membership.target, reason = why, "lost the directory; joining again");
             }
-            connection.close("membership lost");
+            link.directory.disconnect("membership lost");
         }
         if let Some(liveness) = self.membership.liveness.take() {
             // Dropping joins its thread, which may take a moment.
@@ -230,18 +240,14 @@ impl Driver {
     pub(crate) fn carry_out_directory(&mut self, action: AnnouncerAction) {
         match action {
             AnnouncerAction::Send { link, tag, request } => {
-                let Some((current, connection)) = &self.membership.link else { return };
-                if *current != link {
-                    return;
-                }
-                let (connection, core) = (connection.clone(), self.control.core.clone());
-                let mut frame = Vec::with_capacity(64);
-                if kvfabric_core::wire::encode_request(&request, &mut frame).is_err() {
-                    tracing::error!(request = request.name(), "a request breaks a limit of the protocol");
-                    return;
-                }
+                let Some(directory) = self.membership.current(link) else { return };
+                let answer = match tag {
+                    RequestTag::Join | RequestTag::Leave => directory.enter(&request, REQUEST_TIMEOUT),
+                    _ => directory.announce(&request, REQUEST_TIMEOUT),
+                };
+                let core = self.control.core.clone();
                 self.control.runtime.spawn(async move {
-                    match connection.request(frame.into(), REQUEST_TIMEOUT).await {
+                    match answer.await {
                         Ok(frame) => {
                             let _ = core.send(Command::Reply { link, tag, frame });
                         }
@@ -267,22 +273,17 @@ impl Driver {
     }
 
     fn open_liveness(&mut self, link: LinkId, attach: &Attach) {
-        let Some((current, connection)) = &self.membership.link else { return };
-        if *current != link {
-            return;
-        }
-        let address = connection.peer().address();
-        let config = ClientConfig::for_peer_timeout(self.membership.peer_timeout);
-        let ticket = Ticket::from_number(attach.liveness_token);
+        let Some(directory) = self.membership.current(link) else { return };
+        let (token, peer_timeout) = (attach.liveness_token, self.membership.peer_timeout);
         let core = self.control.core.clone();
         // Connecting blocks, for a bounded time.
         self.control.runtime.spawn_blocking(move || {
             let lost = core.clone();
-            let result = LivenessClient::connect(address, ticket, config, move |why| {
-                let _ = lost.send(Command::LivenessLost { link, why: format!("liveness: {why:?}") });
+            let lost = Box::new(move |why| {
+                let _ = lost.send(Command::LivenessLost { link, why });
             });
-            let _ = core
-                .send(Command::LivenessOpened { link, result: result.map_err(|error| error.to_string()) });
+            let result = directory.attach(token, peer_timeout, lost);
+            let _ = core.send(Command::LivenessOpened { link, result });
         });
     }
 
@@ -321,15 +322,17 @@ impl Driver {
         let asker = self.control.engine;
         let member = self.rank.member();
         let attached = self.membership.liveness.is_some();
-        let view = match (self.membership.connection(), member) {
-            (Some(connection), Some(_)) if attached => {
+        self.control.membership =
+            self.membership.link.as_ref().map(|link| link.directory.clone() as Arc<dyn backend::Membership>);
+        let view = match (&self.membership.link, member) {
+            (Some(link), Some(_)) if attached => {
                 let number = |ns: &NsId| Some((*ns, self.rank.directory_ns(*ns)?));
                 let numbers: BTreeMap<_, _> = self.membership.opened.iter().filter_map(number).collect();
-                Some(DirectoryView { connection: connection.clone(), asker, numbers })
+                Some(DirectoryView { directory: link.directory.clone(), asker, numbers })
             }
             _ => None,
         };
-        self.control.directory = view.as_ref().map(|view| view.connection.clone());
+        self.control.directory = view.as_ref().map(|view| view.directory.clone());
         *self.shared.view.write() = view;
     }
 }

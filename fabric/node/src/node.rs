@@ -426,9 +426,11 @@ impl Starter {
         if !self.offers(TransportKind::Tcp) {
             return Ok(None);
         }
-        let mut options = ServerOptions::default();
-        options.threads = self.config.lanes;
-        options.tls = self.data_tls().then(|| self.tls.data_server_config());
+        let options = ServerOptions {
+            threads: self.config.lanes,
+            tls: self.data_tls().then(|| self.tls.data_server_config()),
+            ..ServerOptions::default()
+        };
         let memory = self.memory.clone();
         TcpServer::start(self.config.listen, memory, tokens.clone(), self.incarnation.get(), options)
             .map(Some)
@@ -552,9 +554,14 @@ impl Starter {
         if self.offers(TransportKind::Tcp) {
             for index in 0..self.config.lanes {
                 let mut options = ProviderOptions::default();
-                options.tls = self
-                    .data_tls()
-                    .then(|| TlsClient { config: self.tls.data_client_config(), server_name: None });
+                if self.data_tls() {
+                    // The peer was told apart by the authenticated HELLO whose one-time token opens this connection.
+                    let config = self
+                        .tls
+                        .data_client_config_any()
+                        .map_err(|error| StartError::Security(error.to_string()))?;
+                    options.tls = Some(TlsClient { config, server_name: None });
+                }
                 let provider = TcpProvider::new(options).map_err(|error| StartError::System {
                     what: error.to_string(),
                     source: std::io::Error::other("tcp"),

@@ -1,14 +1,16 @@
 //! Connecting to a peer: ask the directory who it is, say HELLO, choose the transport.
 
 use std::sync::mpsc::Sender;
+use std::sync::Arc;
 
 use kvfabric_core::limits::CONNECT_TIMEOUT;
 use kvfabric_core::load::PeerFailure;
-use kvfabric_core::wire::{decode_reply, Hello, HelloReply, Name, Reply, Request, Who, WhoReply};
+use kvfabric_core::wire::{decode_reply, Hello, HelloReply, Member, Name, Reply, Request};
 use kvfabric_core::{Incarnation, RankId, TransportKind};
 use kvfabric_transport_api::PeerTarget;
 use kvfabric_transport_control::{Connection, Endpoint};
 
+use crate::backend::{Membership, Unanswered};
 use crate::command::Command;
 use crate::session::request;
 use crate::TransportChoice;
@@ -36,9 +38,14 @@ pub(crate) struct Asker {
 
 impl Asker {
     /// Finds and greets the peer; the result goes to the core thread, at most [`CONNECT_TIMEOUT`] later.
-    pub(crate) async fn greet(self, directory: Option<Connection>, rank: RankId, incarnation: Incarnation) {
+    pub(crate) async fn greet(
+        self,
+        membership: Option<Arc<dyn Membership>>,
+        rank: RankId,
+        incarnation: Incarnation,
+    ) {
         let core = self.core.clone();
-        let greeting = self.try_greet(directory, rank, incarnation);
+        let greeting = self.try_greet(membership, rank, incarnation);
         let result = match tokio::time::timeout(CONNECT_TIMEOUT, greeting).await {
             Ok(result) => result,
             Err(_) => Err((PeerFailure::Unreachable, "no answer in time".to_owned())),
@@ -48,26 +55,19 @@ impl Asker {
 
     async fn try_greet(
         self,
-        directory: Option<Connection>,
+        membership: Option<Arc<dyn Membership>>,
         rank: RankId,
         incarnation: Incarnation,
     ) -> Result<Greeted, (PeerFailure, String)> {
         let unreachable = |reason: String| (PeerFailure::Unreachable, reason);
-        let directory = directory.ok_or_else(|| unreachable("not connected to the directory".into()))?;
-        let member = kvfabric_core::wire::Member { rank, incarnation };
-        let reply =
-            request(&directory, &Request::Who(Who { member }), CONNECT_TIMEOUT).await.map_err(unreachable)?;
-        let info = match decode_reply(&reply) {
-            Ok(Reply::Who(WhoReply::Known(info))) => info,
-            Ok(Reply::Who(WhoReply::Unknown)) => {
-                return Err((
-                    PeerFailure::WrongIncarnation,
-                    "the directory does not know that incarnation".into(),
-                ));
-            }
-            Ok(other) => return Err(unreachable(format!("unexpected answer {}", other.name()))),
-            Err(error) => return Err(unreachable(error.to_string())),
-        };
+        let membership = membership.ok_or_else(|| unreachable("not connected to the directory".into()))?;
+        let info = membership.who(Member { rank, incarnation }, CONNECT_TIMEOUT).await.map_err(|error| {
+            let failure = match error {
+                Unanswered::UnknownRank => PeerFailure::WrongIncarnation,
+                _ => PeerFailure::Unreachable,
+            };
+            (failure, error.to_string())
+        })?;
         let name = info.name.as_str();
         let mut last = "it advertises no control address".to_owned();
         for address in info.advertised.control.as_slice() {

@@ -35,6 +35,16 @@ struct Peer {
     connection: Option<Connection>,
 }
 
+/// What follows from a wish to connect.
+pub(crate) enum Begin {
+    /// The control plane should greet the peer.
+    Greet,
+    /// It is being done already.
+    Wait,
+    /// It is connected already.
+    Connected(TransportKind),
+}
+
 /// All peers and lanes of a node.
 pub(crate) struct Routes {
     lanes: Vec<Lane>,
@@ -62,15 +72,14 @@ impl Routes {
         }
     }
 
-    /// Core wants a peer connected. Returns whether the control plane should greet it.
-    pub(crate) fn begin(&mut self, rank: RankId, incarnation: Incarnation) -> bool {
+    /// Core wants a peer connected.
+    pub(crate) fn begin(&mut self, rank: RankId, incarnation: Incarnation) -> Begin {
         if let Some(peer) = self.peers.get_mut(&incarnation) {
             peer.rank = rank;
-            if matches!(peer.state, State::Greeting) {
-                return false;
-            }
-            // Core asks again only after a failure: start from the beginning.
-            self.forget(incarnation);
+            return match peer.state {
+                State::Ready { kind, .. } => Begin::Connected(kind),
+                State::Greeting | State::Connecting { .. } => Begin::Wait,
+            };
         }
         self.peers.insert(
             incarnation,
@@ -82,7 +91,7 @@ impl Routes {
                 connection: None,
             },
         );
-        true
+        Begin::Greet
     }
 
     /// HELLO is over.

@@ -10,14 +10,12 @@ use kvfabric_core::hash::{KeyHash, NamespaceKey};
 use kvfabric_core::limits;
 use kvfabric_core::owner::PutId;
 use kvfabric_core::umbp::ParsedKey;
-use kvfabric_core::wire::{
-    decode_reply, encode_request, EngineKey, Lookup, NsName, NsNumber, Query, Records, Reply, Request,
-};
+use kvfabric_core::wire::{EngineKey, NsName, NsNumber, Query, Records};
 use kvfabric_core::{Fingerprint, NsId};
 use kvfabric_memory::{Region, ScatterList};
-use kvfabric_transport_control::Connection;
 use parking_lot::{Mutex, RwLock};
 
+use crate::backend::Directory;
 use crate::command::{Command, LoadBlockInput, StoreBlockInput};
 use crate::job::{Cancel, JobState};
 use crate::metrics::Latencies;
@@ -129,7 +127,7 @@ pub(crate) struct Shared {
 /// The directory as lookups see it.
 #[derive(Clone)]
 pub(crate) struct DirectoryView {
-    pub(crate) connection: Connection,
+    pub(crate) directory: Arc<dyn Directory>,
     pub(crate) asker: EngineKey,
     /// Directory's numbers of the namespaces, by this rank's own.
     pub(crate) numbers: BTreeMap<NsId, NsNumber>,
@@ -476,28 +474,24 @@ async fn ask(
     for batch in keys.chunks(LOOKUP_BATCH) {
         let mut records = Records::with_capacity(batch.len());
         batch.iter().flatten().for_each(|key| records.push(*key));
-        let count = records.len();
         let query = Query { ns, asker: view.asker, deadline_us, keys: records };
-        let mut frame = Vec::with_capacity(count * Fingerprint::BYTES + 64);
-        let encoded = encode_request(&Request::Lookup(Lookup(query)), &mut frame).is_ok();
-        let connection = view.connection.clone();
-        asked.push(tokio::spawn(async move {
-            let reply = if encoded { connection.request(frame.into(), budget).await.ok() } else { None };
-            (count, reply)
-        }));
+        asked.push(tokio::spawn(view.directory.lookup(query, budget)));
     }
     for ((batch, hits), task) in keys.chunks(LOOKUP_BATCH).zip(hits.chunks_mut(LOOKUP_BATCH)).zip(asked) {
-        let answer = task.await.ok().and_then(|(count, reply)| Some((count, reply?)));
-        match answer.as_ref().map(|(count, reply)| (count, decode_reply(reply))) {
-            Some((count, Ok(Reply::Lookup(reply)))) if reply.hits.len() == *count => {
-                let mut bits = reply.hits.iter();
+        match task.await {
+            Ok(Ok(bitmap)) => {
+                let mut bits = bitmap.iter();
                 for (key, hit) in batch.iter().zip(hits) {
                     if key.is_some() {
                         *hit = bits.next().unwrap_or(false);
                     }
                 }
             }
-            _ => complete = false,
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "a lookup was not answered");
+                complete = false;
+            }
+            Err(_) => complete = false,
         }
     }
     complete

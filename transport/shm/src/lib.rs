@@ -14,3 +14,6 @@ mod socket;
 pub use provider::ShmProvider;
 pub use server::{ServeError, ShmServer};
 pub use socket::UNIX_PATH_BYTES_MAX;
+
+#[cfg(test)]
+mod tests;

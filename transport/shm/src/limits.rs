@@ -19,6 +19,8 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 pub const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long starting a server may wait for another that starts on the same path.
 pub const BIND_TIMEOUT: Duration = Duration::from_secs(2);
+/// Sockets of other processes that starting in a directory looks at, to remove those of dead ones.
+pub const SWEEP_MAX: usize = 1024;
 /// How long connecting may take, mapping and the first list of slabs included (the fabric's connect timeout).
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// While the peer's backlog is full, connecting is tried again this often.

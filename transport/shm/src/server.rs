@@ -20,8 +20,13 @@ use thiserror::Error;
 use crate::frame::{Answer, FrameError, Refusal, Request, NONCE_BYTES, REQUEST_BYTES_MAX};
 use crate::limits::{
     ACCEPT_PAUSE, ANSWER_TIMEOUT, BACKLOG, BIND_TIMEOUT, CONNECTIONS_MAX, HELLO_TIMEOUT, SLABS_PER_FRAME_MAX,
+    SWEEP_MAX,
 };
 use crate::socket::{self, UNIX_PATH_BYTES_MAX};
+
+/// Names of the sockets that [`ShmServer::start_in`] makes.
+const NAME_PREFIX: &str = "kvfabric-";
+const NAME_SUFFIX: &str = ".sock";
 
 /// Why the server could not start.
 #[derive(Debug, Error)]
@@ -115,7 +120,8 @@ impl ShmServer {
         Ok(Self { path: path.to_path_buf(), identity, stop, wake, thread: Some(thread) })
     }
 
-    /// Serves at `kvfabric-<incarnation>.sock` in a directory.
+    /// Serves at `kvfabric-<incarnation>.sock` in a directory. As incarnations never come back, nobody would ever replace
+    /// the files that killed processes left there: those of this user are removed first.
     ///
     /// # Errors
     /// [`ServeError`].
@@ -124,7 +130,12 @@ impl ShmServer {
         memory: Arc<OwnerMemory>,
         incarnation: u64,
     ) -> Result<Self, ServeError> {
-        Self::start(&directory.join(format!("kvfabric-{incarnation:016x}.sock")), memory, incarnation)
+        let path = directory.join(format!("{NAME_PREFIX}{incarnation:016x}{NAME_SUFFIX}"));
+        {
+            let _lock = lock_directory(directory, &path)?;
+            sweep(directory);
+        }
+        Self::start(&path, memory, incarnation)
     }
 
     /// The path to advertise.
@@ -158,19 +169,7 @@ fn bind(path: &Path) -> Result<OwnedFd, ServeError> {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    let lock =
-        rustix::fs::open(directory, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|error| os("open the socket's directory", error.into()))?;
-    let deadline = Instant::now() + BIND_TIMEOUT;
-    loop {
-        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => break,
-            Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(2));
-            }
-            Err(error) => return Err(os("lock the socket's directory", error.into())),
-        }
-    }
+    let _lock = lock_directory(directory, path)?;
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(os("look at the socket file", error)),
@@ -188,6 +187,45 @@ fn bind(path: &Path) -> Result<OwnedFd, ServeError> {
         .map_err(|error| os("set the socket file's permissions", error))?;
     rustix::net::listen(&listener, BACKLOG).map_err(|error| os("listen", error.into()))?;
     Ok(listener)
+}
+
+/// Locks a directory until the descriptor is closed. Whoever binds holds the lock until it also listens, so that under
+/// the lock a socket that refuses connections is a dead one.
+fn lock_directory(directory: &Path, path: &Path) -> Result<OwnedFd, ServeError> {
+    let os = |what: &'static str, error: Errno| ServeError::Os {
+        what,
+        path: path.to_path_buf(),
+        source: error.into(),
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let lock = rustix::fs::open(directory, flags, Mode::empty())
+        .map_err(|error| os("open the socket's directory", error))?;
+    let deadline = Instant::now() + BIND_TIMEOUT;
+    loop {
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(lock),
+            Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            Err(error) => return Err(os("lock the socket's directory", error)),
+        }
+    }
+}
+
+/// Removes this user's sockets of dead processes, a bounded number; what cannot be removed stays.
+fn sweep(directory: &Path) {
+    let Ok(entries) = fs::read_dir(directory) else { return };
+    let own_uid = rustix::process::geteuid().as_raw();
+    let named = entries.flatten().filter(|entry| {
+        let name = entry.file_name();
+        name.to_str().is_some_and(|name| name.starts_with(NAME_PREFIX) && name.ends_with(NAME_SUFFIX))
+    });
+    for entry in named.take(SWEEP_MAX) {
+        let Ok(file) = fs::symlink_metadata(entry.path()) else { continue };
+        if file.file_type().is_socket() && file.uid() == own_uid && !is_served(&entry.path()) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// Whether a process listens at the path: a full backlog counts, a refusal means that nobody does.

@@ -112,3 +112,19 @@ pub(crate) fn clear_wake(fd: &OwnedFd) {
     let mut count = [0u8; 8];
     let _ = rustix::io::read(fd.as_fd(), &mut count);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_same_user_and_root_are_allowed() {
+        assert!(user_is_allowed(1000, 1000));
+        assert!(user_is_allowed(0, 1000));
+        assert!(user_is_allowed(0, 0));
+        assert!(!user_is_allowed(1000, 0), "a server of root does not serve everybody");
+        assert!(!user_is_allowed(1001, 1000));
+        // What the kernel shows for a user that does not exist in this user namespace.
+        assert!(!user_is_allowed(65_534, 1000));
+    }
+}

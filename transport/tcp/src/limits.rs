@@ -28,7 +28,7 @@ pub const SINK_BYTES: usize = 64 << 10;
 /// Landed bytes are hashed in pieces of at most this size, so that they are still in the cache when hashed.
 pub const HASH_CHUNK_BYTES: usize = 256 << 10;
 /// A sleeping reader is woken when this much of a large reply has arrived, or all of it: fewer, larger receives.
-pub const WAKE_BYTES: usize = 128 << 10;
+pub const WAKE_BYTES: usize = 256 << 10;
 /// Replies shorter than this wake the reader with their first byte.
 pub const WAKE_BYTES_MIN: usize = 32 << 10;
 
@@ -64,6 +64,9 @@ pub const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
 pub const USER_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often an owner's I/O thread looks at its timers.
 pub const TICK: Duration = Duration::from_millis(500);
+/// How long an owner's I/O thread looks for more work before it sleeps, while work keeps coming that fast: about twice
+/// what a sleep and a wake take.
+pub const BUSY_POLL: Duration = Duration::from_micros(20);
 /// How long accepting pauses after the system refused a file descriptor.
 pub const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 

@@ -1,4 +1,5 @@
 //! Running the built binary with a time limit and an environment of its own.
+#![allow(dead_code, clippy::unwrap_used, clippy::panic)] // Test support; each test binary uses a part of it.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};

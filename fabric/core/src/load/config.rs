@@ -38,7 +38,7 @@ impl VerifyPolicy {
     }
 }
 
-/// Configuration of a [`Loader`].
+/// Configuration of a [`Loader`](super::Loader).
 #[derive(Clone, Debug)]
 pub struct LoaderConfig {
     /// This process's own incarnation: its replicas are tried first.

@@ -40,8 +40,7 @@ pub struct PutId(pub u64);
 pub struct Put {
     /// K of the key.
     pub key: KeyHash,
-    /// Namespace as numbered by the directory (0 while the directory has not numbered it yet is not allowed: the
-    /// driver learns the number first).
+    /// Namespace, by this rank's own number.
     pub ns: NsId,
     /// Namespace epoch read when the store was submitted.
     pub ns_epoch: NsEpoch,

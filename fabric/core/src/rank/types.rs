@@ -42,7 +42,8 @@ impl RankConfig {
 pub struct StoreJob {
     /// Name of the first put; the others follow by one. The driver keeps their sources under these names.
     pub first_put: PutId,
-    /// The puts, at most [`JOB_BLOCKS_MAX`](crate::limits::JOB_BLOCKS_MAX). Their `ns_epoch` is set by the rank: the epoch at submission counts.
+    /// The puts, at most [`JOB_BLOCKS_MAX`](crate::limits::JOB_BLOCKS_MAX). The rank sets their `ns_epoch`: the epoch
+    /// at submission counts.
     pub puts: Vec<Put>,
     /// When puts that are not over are given up.
     pub deadline: Time,

@@ -352,6 +352,15 @@ impl Tls {
         Ok(Arc::new(self.parts().client(NameRule::Rank(rank_name.to_owned()), ALPN_DATA)?))
     }
 
+    /// Client side of the TCP data path to a peer that is told apart by other means, such as a one-time token of an
+    /// authenticated HELLO: any certificate of our authority will do.
+    ///
+    /// # Errors
+    /// [`TlsError::Library`].
+    pub fn data_client_config_any(&self) -> Result<Arc<ClientConfig>, TlsError> {
+        Ok(Arc::new(self.parts().client(NameRule::Any, ALPN_DATA)?))
+    }
+
     /// Server side of the TCP data path: clients must show a certificate of our authority.
     #[must_use]
     pub fn data_server_config(&self) -> Arc<ServerConfig> {

@@ -138,12 +138,24 @@ impl TcpProvider {
         self.pending.push(Event::ConnectFailed { peer, error });
     }
 
-    /// Opens the peer's connections to its next address.
+    /// Opens the peer's connections to its next address, or to the first after it that can be tried at all.
     fn open(&mut self, key: PeerKey, now: Instant) -> Result<(), ConnectError> {
-        let Some(peer) = self.peers.get_mut(&key) else { return Ok(()) };
-        let Some(address) = peer.addresses.pop() else {
-            return Err(ConnectError::Unreachable("the host name has no address".to_owned()));
-        };
+        let mut error = ConnectError::Unreachable("the host name has no address".to_owned());
+        while let Some(address) = self.peers.get_mut(&key).and_then(|peer| peer.addresses.pop()) {
+            match self.open_at(key, address, now) {
+                Ok(()) => return Ok(()),
+                Err(found) => error = found,
+            }
+            if let Some(peer) = self.peers.get_mut(&key) {
+                let opened = std::mem::take(&mut peer.connections);
+                self.close_connections(&opened, &|| ReadError::PeerLost(String::new()));
+            }
+        }
+        Err(error)
+    }
+
+    fn open_at(&mut self, key: PeerKey, address: SocketAddr, now: Instant) -> Result<(), ConnectError> {
+        let Some(peer) = self.peers.get(&key) else { return Ok(()) };
         let tokens: Vec<_> =
             peer.target.tcp_tokens.iter().take(self.options.connections_per_peer).copied().collect();
         let incarnation = peer.target.incarnation;

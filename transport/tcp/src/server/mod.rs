@@ -34,8 +34,8 @@ pub struct ServerOptions {
     pub stall_timeout: Duration,
     /// Size of the socket buffers, bytes; `None` leaves them to the kernel's tuning.
     pub socket_buffer_bytes: Option<usize>,
-    /// After activity a thread looks for more without sleeping for this long. Lower latency for CPU time; zero by
-    /// default.
+    /// For at most this long a thread looks for more work before it sleeps, and only while work keeps coming that fast.
+    /// Zero turns it off.
     pub busy_poll: Duration,
     /// TLS, where connections are to be wrapped in it. The configuration decides whether readers need certificates.
     pub tls: Option<Arc<rustls::ServerConfig>>,
@@ -49,7 +49,7 @@ impl Default for ServerOptions {
             idle_timeout: limits::IDLE_TIMEOUT,
             stall_timeout: limits::STALL_TIMEOUT,
             socket_buffer_bytes: None,
-            busy_poll: Duration::ZERO,
+            busy_poll: limits::BUSY_POLL,
             tls: None,
         }
     }

@@ -43,6 +43,40 @@ struct Place {
     connection: Option<Connection>,
 }
 
+/// Looks for the next work without sleeping, as long as work keeps coming within the limit: a sleep and a wake cost more
+/// than so short a spin, in time and in CPU. As soon as gaps grow longer, the thread sleeps at once.
+struct Spin {
+    limit: Duration,
+    idle_since: Instant,
+    /// How many gaps were short lately.
+    short_gaps: u8,
+}
+
+impl Spin {
+    const SHORT_GAPS_MIN: u8 = 4;
+    const SHORT_GAPS_MAX: u8 = 16;
+
+    fn new(limit: Duration, now: Instant) -> Self {
+        Self { limit, idle_since: now, short_gaps: 0 }
+    }
+
+    fn goes_on(&self, now: Instant) -> bool {
+        self.short_gaps >= Self::SHORT_GAPS_MIN && now.saturating_duration_since(self.idle_since) < self.limit
+    }
+
+    fn found(&mut self, now: Instant) {
+        self.short_gaps = if now.saturating_duration_since(self.idle_since) < self.limit {
+            (self.short_gaps + 1).min(Self::SHORT_GAPS_MAX)
+        } else {
+            self.short_gaps / 2
+        };
+    }
+
+    fn begin(&mut self) {
+        self.idle_since = Instant::now();
+    }
+}
+
 fn name(index: usize, used: u32) -> u64 {
     (u64::from(used) << 32) | (index as u64 & 0xffff_ffff)
 }
@@ -73,9 +107,10 @@ impl Worker {
     pub(crate) fn run(mut self) {
         let mut events: Vec<Event> = Vec::with_capacity(EVENTS);
         let mut now = Instant::now();
-        let mut busy_until = now;
+        let mut spin = Spin::new(self.shared.options.busy_poll, now);
         while !self.shared.stop.load(Ordering::Acquire) {
-            let wait = if !self.ready.is_empty() || busy_until > now {
+            let was_idle = self.ready.is_empty();
+            let wait = if !was_idle || spin.goes_on(now) {
                 Duration::ZERO
             } else if self.free.len() == self.places.len() && self.accept_at.is_none() {
                 // Nothing has a timer.
@@ -88,11 +123,16 @@ impl Worker {
                 return;
             }
             now = Instant::now();
-            if !self.shared.options.busy_poll.is_zero() && (!events.is_empty() || !self.ready.is_empty()) {
-                busy_until = now + self.shared.options.busy_poll;
+            if !events.is_empty() || !was_idle {
+                if was_idle {
+                    spin.found(now);
+                }
+                self.take_events(&mut events, now);
+                self.take_turns(now);
+                if self.ready.is_empty() {
+                    spin.begin();
+                }
             }
-            self.take_events(&mut events, now);
-            self.take_turns(now);
             if now >= self.next_tick {
                 self.tick(now);
             }

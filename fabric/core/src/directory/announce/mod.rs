@@ -2,7 +2,7 @@
 //!
 //! **Namespace numbers.** A rank gives each namespace a number of its own, [`NsId`], when it is opened, and keeps it for
 //! as long as it lives: slots, puts and announcements carry that one. What the directory calls the namespace
-//! ([`NsNumber`](crate::wire::NsNumber)) may change when the directory starts anew; it is looked up when a message is
+//! ([`NsNumber`]) may change when the directory starts anew; it is looked up when a message is
 //! built, never stored elsewhere. Epochs belong to the namespace, not to the directory's life: the rank reports the
 //! latest epoch that it has seen, and the directory's is never lower afterwards.
 //!

@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 
 use super::namespaces::Standing;
 use super::{Announcer, AnnouncerAction, Link, RequestTag};
-use crate::limits::{PUBLISH_DELAY, PUBLISH_OPS_MAX, PUBLISH_QUEUE_MAX, PUBLISH_RETRY};
+use crate::directory::limits::PUBLISH_BATCH_OPS;
+use crate::limits::{PUBLISH_DELAY, PUBLISH_QUEUE_MAX, PUBLISH_RETRY};
 use crate::owner::Announcement;
 use crate::wire::{NsNumber, Publish, PublishOp, PublishReply, Records, Request};
 use crate::Time;
@@ -69,7 +70,7 @@ impl Announcer {
             }
             self.queue.push_back(announcement);
         }
-        if self.queue.len() >= PUBLISH_OPS_MAX || self.queue.is_empty() {
+        if self.queue.len() >= PUBLISH_BATCH_OPS || self.queue.is_empty() {
             self.work(now);
         }
     }
@@ -140,7 +141,7 @@ impl Announcer {
             self.send(tag, Request::Publish(publish));
             return;
         }
-        let hurry = self.flushes.len() > 0 || self.queue.len() >= PUBLISH_OPS_MAX;
+        let hurry = self.flushes.len() > 0 || self.queue.len() >= PUBLISH_BATCH_OPS;
         let due = matches!(self.announcing, Announcing::Running { .. }) || hurry || now >= self.queue_due;
         if due {
             self.build(now);
@@ -186,7 +187,7 @@ impl Announcer {
     fn build(&mut self, now: Time) {
         let mut ops = Records::new();
         let (mut waits, mut spoilt) = (false, false);
-        while ops.len() < PUBLISH_OPS_MAX {
+        while ops.len() < PUBLISH_BATCH_OPS {
             match self.next_fate() {
                 Some(Fate::Send(op)) => ops.push(op),
                 Some(Fate::Cleared) => self.stats.cleared += 1,

@@ -2,8 +2,8 @@
 //! Method: one announcer, the directory's replies by hand, time by hand.
 
 use super::*;
-use crate::directory::limits::{MEMBERSHIP_RETRY, RANK_NAMESPACES_MAX};
-use crate::limits::{PUBLISH_DELAY, PUBLISH_OPS_MAX, PUBLISH_QUEUE_MAX, PUBLISH_RETRY};
+use crate::directory::limits::{MEMBERSHIP_RETRY, PUBLISH_BATCH_OPS, RANK_NAMESPACES_MAX};
+use crate::limits::{PUBLISH_DELAY, PUBLISH_QUEUE_MAX, PUBLISH_RETRY};
 use crate::wire::{
     ClearReply, Done, Joined, NsReply, Publish, PublishOp, PublishReply, RaisedEpoch, Records,
 };
@@ -121,13 +121,13 @@ fn joining_opens_namespaces_and_announces_everything() {
     assert!(a.needs_snapshot());
     assert_eq!(actions(&mut a), [AnnouncerAction::NeedSnapshot]);
     // More than fits one message, and the namespace's number is not known yet.
-    let count = PUBLISH_OPS_MAX as u64 + 3;
+    let count = PUBLISH_BATCH_OPS as u64 + 3;
     a.handle_snapshot(at_ms(50), (0..count).map(|index| change(true, index, ns, 0)));
     assert!(actions(&mut a).is_empty());
     reply(&mut a, at_ms(51), RequestTag::OpenNs(ns), &opened(NUMBER, 0));
     assert_eq!(a.directory_ns(ns), Some(NUMBER));
     let first = publish(&mut a);
-    assert_eq!((first.first, first.last, first.ops.len()), (true, false, PUBLISH_OPS_MAX));
+    assert_eq!((first.first, first.last, first.ops.len()), (true, false, PUBLISH_BATCH_OPS));
     assert_eq!(first.ops.get(0).unwrap().ns, NUMBER);
     reply(&mut a, at_ms(52), RequestTag::Publish(1), &applied(1));
     let second = publish(&mut a);
@@ -157,10 +157,10 @@ fn changes_wait_for_company_and_go_in_order() {
 #[test]
 fn a_full_batch_does_not_wait() {
     let (mut a, ns) = settled();
-    for index in 0..PUBLISH_OPS_MAX as u64 {
+    for index in 0..PUBLISH_BATCH_OPS as u64 {
         a.handle_announcement(at_ms(10), change(true, index, ns, 0));
     }
-    assert_eq!(publish(&mut a).ops.len(), PUBLISH_OPS_MAX);
+    assert_eq!(publish(&mut a).ops.len(), PUBLISH_BATCH_OPS);
 }
 
 #[test]

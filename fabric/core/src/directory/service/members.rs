@@ -91,6 +91,15 @@ impl Service {
             }
             None => None,
         };
+        let joined = again.and_then(|member| self.ranks.get(&member.rank));
+        if let Some(rank) = joined.filter(|rank| rank.control == Some(connection)) {
+            // The same request again: its answer was late or lost.
+            return JoinReply::Joined(Joined {
+                rank: rank.member.rank,
+                session: self.config.session,
+                liveness_token: rank.liveness_token,
+            });
+        }
         // One process, one connection: whoever used it before is not there any more.
         if let Some(before) = self.connections.get(&connection).copied() {
             if again.map(|member| member.rank) != Some(before) {
@@ -139,9 +148,7 @@ impl Service {
         }
         // What was announced before this connection counts again only when it is announced again.
         for number in [source, previous].into_iter().flatten() {
-            if let Some(source) = self.sources.get_mut(number as usize) {
-                source.shown = false;
-            }
+            self.disbelieve(number);
         }
         if source.is_some() {
             if let Some(number) = previous {
@@ -204,28 +211,35 @@ impl Service {
         Ok(())
     }
 
-    /// A sign of life on a liveness connection.
+    /// A sign of life on a liveness connection that tells the rank's load.
     ///
     /// # Errors
     /// [`Refusal::UnknownRank`] if no rank is attached to the connection.
     pub fn handle_ping(&mut self, now: Time, connection: ConnectionId, ping: Ping) -> Result<(), Refusal> {
+        let id = self.handle_heard(now, connection)?;
+        self.set_load(id, ping.load);
+        Ok(())
+    }
+
+    /// A sign of life on a liveness connection that tells nothing else; the rank's load stays what it last told.
+    /// Returns the rank.
+    ///
+    /// # Errors
+    /// [`Refusal::UnknownRank`] if no rank is attached to the connection.
+    pub fn handle_heard(&mut self, now: Time, connection: ConnectionId) -> Result<RankId, Refusal> {
         let id = self.connections.get(&connection).copied().ok_or(Refusal::UnknownRank)?;
         let rank = self.ranks.get_mut(&id).ok_or(Refusal::UnknownRank)?;
         if rank.liveness != Some(connection) {
             return Err(Refusal::UnknownRank);
         }
         rank.heard = now;
-        let woke = rank.state == State::Silent;
-        if woke {
+        if rank.state == State::Silent {
             rank.state = State::Live;
-        }
-        let member = rank.member;
-        self.set_load(id, ping.load);
-        if woke {
+            let member = rank.member;
             self.refresh(id);
             self.changed(member, RankChange::Heard);
         }
-        Ok(())
+        Ok(id)
     }
 
     /// The driver's own liveness check found that a rank does not answer: hidden until it is heard again.
@@ -308,11 +322,14 @@ impl Service {
         rank.state = State::Lost { since: now };
         rank.has_begun = false;
         let connections = [rank.control.take(), rank.liveness.take()];
-        let member = rank.member;
+        let (member, sources) = (rank.member, [rank.source, rank.previous]);
+        for number in sources.into_iter().flatten() {
+            self.disbelieve(number);
+        }
         for connection in connections.into_iter().flatten() {
             self.disconnect(connection, None);
         }
-        self.refresh(id);
+        self.lose_from_clears(id);
         self.changed(member, RankChange::Lost);
     }
 
@@ -344,11 +361,19 @@ impl Service {
         }
     }
 
-    fn retire_source(&mut self, number: u32) {
-        self.source_numbers.retire(number);
+    /// What was announced under this number is not visible again before it is announced again.
+    fn disbelieve(&mut self, number: u32) {
+        if let Some(source) = self.sources.get_mut(number as usize) {
+            source.shown = false;
+        }
         if let Some(visible) = self.visible.get_mut(number as usize) {
             *visible = 0;
         }
+    }
+
+    fn retire_source(&mut self, number: u32) {
+        self.source_numbers.retire(number);
+        self.disbelieve(number);
     }
 
     /// A new announcement of the rank begins: a new source, and the one that it replaces. False if numbers ran out.

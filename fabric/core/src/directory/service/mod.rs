@@ -7,6 +7,7 @@
 //! What makes a replica visible: its rank is connected and answers, it was announced since the rank last joined, its
 //! namespace was not cleared since, and the engine that asks has not failed to reach the rank lately.
 
+mod clears;
 mod hides;
 mod members;
 mod namespaces;
@@ -20,16 +21,14 @@ mod tests;
 use core::time::Duration;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use self::clears::PendingClear;
 use self::hides::Hides;
 use self::members::Rank;
 use self::namespaces::Namespaces;
 use self::numbers::Numbers;
-use super::limits::{CLEARS_MAX, CLOSED_INCARNATIONS_MAX, LIVENESS_CHECKS, SWEEP_INTERVAL, SWEEP_STEP};
+use super::limits::{CLOSED_INCARNATIONS_MAX, LIVENESS_CHECKS, SWEEP_INTERVAL, SWEEP_STEP};
 use super::table::{Table, TableConfig};
-use crate::limits::CLEAR_TIMEOUT;
-use crate::wire::{
-    Clear, ClearAck, ClearRank, Done, Member, NsNumber, NsReply, OpenNs, Refusal, Reply, Request, Stats,
-};
+use crate::wire::{ClearRank, Done, Member, NsReply, OpenNs, Refusal, Reply, Request, Stats};
 use crate::{Incarnation, NsEpoch, RankId, Time};
 
 /// A connection to the directory, named by the driver; never used again for another.
@@ -108,20 +107,12 @@ pub enum RankChange {
     Closed,
 }
 
-#[derive(Debug)]
-struct PendingClear {
-    request: ClearRequest,
-    message: ClearRank,
-    waiting: BTreeSet<RankId>,
-    deadline: Time,
-}
-
 /// One announcement of one rank.
 #[derive(Clone, Copy, Debug)]
 struct Source {
     member: Member,
     load: u8,
-    /// False if what was announced is not to be believed until it is announced again.
+    /// False if what was announced is never visible again: the rank was lost since, or announced anew.
     shown: bool,
 }
 
@@ -190,8 +181,7 @@ impl Service {
     pub fn poll_timeout(&self) -> Option<Time> {
         let liveness = (!self.ranks.is_empty()).then_some(self.next_liveness_check);
         let sweep = self.needs_sweep().then_some(self.next_sweep);
-        let clears = self.clears.values().map(|clear| clear.deadline).min();
-        [liveness, sweep, clears].into_iter().flatten().min()
+        [liveness, sweep, self.next_clear_work()].into_iter().flatten().min()
     }
 
     /// Looks at what time brings: silent ranks, late clears, the next step of the sweep.
@@ -200,11 +190,7 @@ impl Service {
             self.check_liveness(now);
             self.next_liveness_check = now.after(self.config.peer_timeout / LIVENESS_CHECKS);
         }
-        let late: Vec<u64> =
-            self.clears.iter().filter(|(_, clear)| now >= clear.deadline).map(|(id, _)| *id).collect();
-        for clear in late {
-            self.finish_clear(clear, false);
-        }
+        self.work_clears(now);
         if self.needs_sweep() && now >= self.next_sweep {
             self.sweep(SWEEP_STEP);
             self.next_sweep = now.after(SWEEP_INTERVAL);
@@ -263,8 +249,8 @@ impl Service {
             Request::Leave(leave) => done(self.handle_leave(now, connection, leave)),
             Request::Attach(attach) => done(self.handle_attach(now, connection, attach)),
             Request::Ping(ping) => done(self.handle_ping(now, connection, *ping)),
-            Request::OpenNs(open) => Reply::Ns(self.handle_open_ns(connection, open)),
-            Request::Publish(publish) => match self.handle_publish(connection, publish) {
+            Request::OpenNs(open) => Reply::Ns(self.handle_open_ns(now, connection, open)),
+            Request::Publish(publish) => match self.handle_publish(now, connection, publish) {
                 Ok(reply) => Reply::Publish(reply),
                 Err(refusal) => Reply::Refused(refusal),
             },
@@ -281,7 +267,7 @@ impl Service {
     }
 
     /// Numbers a namespace. A rank's knowledge of its epoch counts; that of others does not.
-    pub fn handle_open_ns(&mut self, connection: ConnectionId, open: &OpenNs) -> NsReply {
+    pub fn handle_open_ns(&mut self, now: Time, connection: ConnectionId, open: &OpenNs) -> NsReply {
         let mut number = self.namespaces.open(open.name);
         if number.is_none() && self.namespaces.len() < crate::wire::NAMESPACES_MAX {
             self.sweep_all();
@@ -289,116 +275,10 @@ impl Service {
         }
         let Some(number) = number else { return NsReply::Full };
         if let Some(teller) = self.connections.get(&connection).copied() {
-            self.raise_epoch(number, open.known_epoch, Some(teller));
+            self.raise_epoch(now, number, open.known_epoch, Some(teller));
         }
         let epoch = self.namespaces.get(number).map_or(NsEpoch(0), |namespace| namespace.epoch);
         NsReply::Opened { number, epoch }
-    }
-
-    /// Takes over an epoch of an earlier life of the directory, and tells the other ranks.
-    fn raise_epoch(&mut self, number: NsNumber, epoch: NsEpoch, teller: Option<RankId>) {
-        let Some(before) = self.namespaces.get(number).copied() else { return };
-        if epoch <= before.epoch || !self.raise(number, epoch) {
-            return;
-        }
-        self.clears_named += 1;
-        let message = ClearRank { clear: self.clears_named, ns: before.name, epoch };
-        let others: Vec<RankId> = self.ranks.keys().filter(|rank| Some(**rank) != teller).copied().collect();
-        for rank in others {
-            self.send_clear(rank, message);
-        }
-    }
-
-    fn raise(&mut self, number: NsNumber, epoch: NsEpoch) -> bool {
-        if self.namespaces.raise(number, epoch) {
-            return true;
-        }
-        self.sweep_all();
-        self.namespaces.raise(number, epoch)
-    }
-
-    /// Bumps the namespace's epoch, which hides its entries at once, and asks all connected ranks to clear. The answer
-    /// comes as [`ServiceAction::ClearDone`], at most [`CLEAR_TIMEOUT`] later.
-    ///
-    /// # Errors
-    /// [`Refusal::Overloaded`]: nothing was done.
-    pub fn handle_clear(&mut self, now: Time, request: ClearRequest, clear: Clear) -> Result<(), Refusal> {
-        if self.clears.len() >= CLEARS_MAX {
-            return Err(Refusal::Overloaded);
-        }
-        let number = self.namespaces.open(clear.ns).ok_or(Refusal::Overloaded)?;
-        let epoch = self.namespaces.cleared_epoch(number).ok_or(Refusal::Overloaded)?;
-        if !self.raise(number, epoch) {
-            return Err(Refusal::Overloaded);
-        }
-        self.stats.clears += 1;
-        self.clears_named += 1;
-        let message = ClearRank { clear: self.clears_named, ns: clear.ns, epoch };
-        let waiting: BTreeSet<RankId> =
-            self.ranks.iter().filter(|(_, rank)| rank.is_connected()).map(|(id, _)| *id).collect();
-        for rank in &waiting {
-            self.send_clear(*rank, message);
-        }
-        let pending = PendingClear { request, message, waiting, deadline: now.after(CLEAR_TIMEOUT) };
-        self.clears.insert(message.clear, pending);
-        self.finish_if_complete(message.clear);
-        Ok(())
-    }
-
-    fn send_clear(&mut self, rank: RankId, message: ClearRank) {
-        if let Some(connection) = self.ranks.get(&rank).and_then(|rank| rank.control) {
-            self.actions.push_back(ServiceAction::SendToRank { rank, connection, message });
-        }
-    }
-
-    /// A rank answered a [`ClearRank`].
-    pub fn handle_clear_ack(&mut self, rank: RankId, ack: ClearAck) {
-        let Some(clear) = self.clears.get_mut(&ack.clear) else { return };
-        if !clear.waiting.contains(&rank) {
-            return;
-        }
-        if ack.done {
-            clear.waiting.remove(&rank);
-            self.finish_if_complete(ack.clear);
-        } else {
-            self.finish_clear(ack.clear, false);
-        }
-    }
-
-    fn finish_if_complete(&mut self, clear: u64) {
-        if self.clears.get(&clear).is_some_and(|clear| clear.waiting.is_empty()) {
-            self.finish_clear(clear, true);
-        }
-    }
-
-    fn finish_clear(&mut self, clear: u64, complete: bool) {
-        if let Some(clear) = self.clears.remove(&clear) {
-            self.stats.clears_incomplete += u64::from(!complete);
-            self.actions.push_back(ServiceAction::ClearDone { request: clear.request, complete });
-        }
-    }
-
-    /// A fenced rank cannot publish or be found any more: clears need not wait for it.
-    fn fence_from_clears(&mut self, rank: RankId) {
-        let clears: Vec<u64> = self.clears.keys().copied().collect();
-        for id in clears {
-            if self.clears.get_mut(&id).is_some_and(|clear| clear.waiting.remove(&rank)) {
-                self.finish_if_complete(id);
-            }
-        }
-    }
-
-    /// A rank came back while clears wait for it: its connection may have swallowed the request.
-    fn resend_clears(&mut self, rank: RankId) {
-        let messages: Vec<ClearRank> = self
-            .clears
-            .values()
-            .filter(|clear| clear.waiting.contains(&rank))
-            .map(|clear| clear.message)
-            .collect();
-        for message in messages {
-            self.send_clear(rank, message);
-        }
     }
 
     fn close_incarnation(&mut self, incarnation: Incarnation) {

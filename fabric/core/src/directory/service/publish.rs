@@ -30,6 +30,7 @@ impl Service {
     /// [`Refusal`] if the rank must join again, or if the message came over a foreign connection.
     pub fn handle_publish(
         &mut self,
+        now: Time,
         connection: ConnectionId,
         publish: &Publish<'_>,
     ) -> Result<PublishReply<'static>, Refusal> {
@@ -61,7 +62,7 @@ impl Service {
         if publish.first && !self.begin_source(id) {
             return Err(Refusal::Overloaded);
         }
-        let refused = self.apply(publish.member, &publish.ops);
+        let refused = self.apply(now, publish.member, &publish.ops);
         if publish.last {
             self.end_source(id);
         }
@@ -79,7 +80,7 @@ impl Service {
         Ok(reply)
     }
 
-    fn apply(&mut self, member: Member, ops: &Records<'_, PublishOp>) -> Refused {
+    fn apply(&mut self, now: Time, member: Member, ops: &Records<'_, PublishOp>) -> Refused {
         let mut refused = Refused::default();
         let mut group = Vec::with_capacity(GROUP);
         let mut ops = ops.iter();
@@ -91,12 +92,12 @@ impl Service {
             }
             std::hint::black_box(self.table.warm(group.iter().map(|op| op.fingerprint)));
             for op in &group {
-                self.apply_one(member, op, &mut refused);
+                self.apply_one(now, member, op, &mut refused);
             }
         }
     }
 
-    fn apply_one(&mut self, member: Member, op: &PublishOp, refused: &mut Refused) {
+    fn apply_one(&mut self, now: Time, member: Member, op: &PublishOp, refused: &mut Refused) {
         let Some((source, previous)) =
             self.ranks.get(&member.rank).and_then(|rank| Some((rank.source?, rank.previous)))
         else {
@@ -115,7 +116,7 @@ impl Service {
         };
         if op.ns_epoch > namespace.epoch {
             // The rank has seen a later epoch than this directory, which is new: OPEN would have said so.
-            self.raise_epoch(op.ns, op.ns_epoch, Some(member.rank));
+            self.raise_epoch(now, op.ns, op.ns_epoch, Some(member.rank));
         }
         let Some(namespace) = self.namespaces.get(op.ns).copied() else { return };
         if op.ns_epoch != namespace.epoch {
@@ -161,9 +162,10 @@ impl Service {
         place: Place,
         is_same_rank: impl Fn(u32) -> bool,
     ) -> Result<PutOutcome, PutRefused> {
-        let (visible, instances) = (&self.visible, &self.namespaces.instances);
+        // A rank that is only silent is not displaced: it is believed again when it is heard, without announcing.
+        let (sources, instances) = (&self.sources, &self.namespaces.instances);
         self.table.put(op.fingerprint, place, is_same_rank, |old| {
-            visible.get(old.source as usize) != Some(&1) || instances.is_dead(old.ns)
+            instances.is_dead(old.ns) || !sources.get(old.source as usize).is_some_and(|source| source.shown)
         })
     }
 

@@ -226,7 +226,8 @@ impl Table {
     }
 
     /// Takes a publication. `is_same_rank` says of a source whether it belongs to the rank that publishes (it has one
-    /// replica of a key at most); `is_replaceable` says of a replica whether it is invisible to everybody.
+    /// replica of a key at most); `is_replaceable` says of a replica
+    /// whether it is invisible to everybody and for ever.
     ///
     /// A replica of the same source gives way to a larger generation only; one of an earlier source of the same rank
     /// also to an equal one, which is the same publication announced again.
@@ -439,6 +440,10 @@ impl Table {
         let mut places = Places::new();
         for group in keys.chunks(16 * GROUP) {
             let count = self.probe_group(group, &mut heads, &mut homes);
+            // They lie apart from what was probed: their misses overlap too.
+            let generations =
+                heads.iter().take(count).fold(0, |all, head| all ^ self.records.generation(*head));
+            std::hint::black_box(generations);
             for (key, head) in group.chunks_exact(16).zip(heads).take(count) {
                 places.clear();
                 self.each_replica(head, |_, place| {

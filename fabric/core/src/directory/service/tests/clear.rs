@@ -1,6 +1,8 @@
 //! CLEAR and epochs (design 1.9), across restarts of the directory too.
 
 use super::*;
+use crate::directory::limits::{CLEARS_MAX, CLEAR_RESEND};
+use crate::limits::CLEAR_TIMEOUT;
 
 fn sent_to(actions: &[ServiceAction]) -> Vec<(RankId, ClearRank)> {
     let sent = actions.iter().filter_map(|action| match action {
@@ -105,6 +107,39 @@ fn a_rank_that_comes_back_in_time_is_asked_again() {
 }
 
 #[test]
+fn a_rank_that_does_not_acknowledge_is_told_again_as_long_as_it_is_connected() {
+    let mut d = Directory::new();
+    let a = d.announce(at_ms(0), "a", 1, &[(1, 1)]);
+    let sent = clear(&mut d, at_ms(0));
+    d.run_until(Time::ZERO.after(2 * CLEAR_TIMEOUT));
+    let actions = d.take_actions();
+    assert_eq!(done(&actions), [false]);
+    assert!(sent_to(&actions).len() >= 7 && sent_to(&actions).iter().all(|again| *again == sent[0]));
+    ack(&mut d, a.member.rank, sent[0].1.clear);
+    d.take_actions();
+    d.run_until(Time::ZERO.after(3 * CLEAR_TIMEOUT));
+    assert!(sent_to(&d.take_actions()).is_empty());
+    // The same with a rank that goes away instead.
+    clear(&mut d, at_ms(7000));
+    d.run_until(at_ms(7000).after(CLEAR_TIMEOUT));
+    d.service.handle_connection_closed(at_ms(9000), a.control);
+    d.take_actions();
+    d.run_until(at_ms(9000).after(4 * CLEAR_RESEND));
+    assert!(sent_to(&d.take_actions()).is_empty());
+}
+
+#[test]
+fn only_the_latest_clear_of_a_namespace_is_told_again() {
+    let mut d = Directory::new();
+    d.announce(at_ms(0), "a", 1, &[(1, 1)]);
+    for round in 0..5 {
+        clear(&mut d, at_ms(3000 * round));
+        d.run_until(at_ms(3000 * round).after(CLEAR_TIMEOUT));
+    }
+    assert_eq!(d.service.clears.len(), 1);
+}
+
+#[test]
 fn a_clear_without_ranks_is_true_at_once() {
     let mut d = Directory::new();
     assert!(clear(&mut d, at_ms(0)).is_empty());
@@ -160,7 +195,7 @@ fn readers_cannot_raise_epochs() {
     let mut d = Directory::new();
     d.announce(at_ms(0), "a", 1, &[(1, 1)]);
     let open = OpenNs { name: NS, known_epoch: NsEpoch(77) };
-    let reply = d.service.handle_open_ns(ConnectionId(12345), &open);
+    let reply = d.service.handle_open_ns(at_ms(0), ConnectionId(12345), &open);
     assert!(matches!(reply, NsReply::Opened { epoch: NsEpoch(0), .. }));
     assert_eq!(d.hits(at_ms(0)), [1]);
 }

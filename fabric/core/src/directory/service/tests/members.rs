@@ -31,6 +31,19 @@ fn a_newer_process_closes_the_older_for_ever() {
 }
 
 #[test]
+fn a_join_that_comes_twice_over_one_connection_changes_nothing() {
+    let mut d = Directory::new();
+    let control = d.connection();
+    let first = d.join_reply(at_ms(0), control, "a", 1);
+    let peer = d.announce(at_ms(0), "b", 2, &[(1, 1)]);
+    assert_eq!(d.join_reply(at_ms(1), control, "a", 1), first);
+    let again = d.join_reply(at_ms(1), peer.control, "b", 2);
+    assert!(matches!(again, JoinReply::Joined(joined) if joined.rank == peer.member.rank));
+    assert_eq!(d.hits(at_ms(1)), [1]);
+    assert!(d.send_as(&peer, 2, false, false, &[]).is_ok());
+}
+
+#[test]
 fn publications_of_a_dead_incarnation_are_ignored() {
     let mut d = Directory::new();
     let old = d.announce(at_ms(0), "a", 1, &[(1, 1)]);
@@ -97,6 +110,18 @@ fn missed_pings_hide_until_the_rank_is_heard() {
     assert!(d.hits(at_ms(2500)).is_empty());
     d.service.handle_ping(at_ms(5000), peer.liveness, Ping { load: 0 }).unwrap();
     assert_eq!(d.hits(at_ms(5000)), [1], "nothing was lost, so nothing need be announced");
+}
+
+#[test]
+fn a_sign_of_life_without_a_load_keeps_the_load() {
+    let mut d = Directory::new();
+    let peer = d.announce(at_ms(0), "a", 1, &[(1, 1)]);
+    d.service.handle_ping(at_ms(1), peer.liveness, Ping { load: 70 }).unwrap();
+    d.service.handle_silent(peer.liveness);
+    assert!(d.hits(at_ms(2)).is_empty());
+    assert_eq!(d.service.handle_heard(at_ms(3), peer.liveness), Ok(peer.member.rank));
+    assert_eq!(d.locate(at_ms(3), 1)[0].load, 70);
+    assert_eq!(d.service.handle_heard(at_ms(3), peer.control), Err(Refusal::UnknownRank));
 }
 
 #[test]

@@ -6,10 +6,10 @@ mod members;
 mod publish;
 
 use super::*;
-use crate::load::Replica;
+use crate::load::{MissReason, Replica};
 use crate::wire::{
-    Attach, EngineKey, Join, JoinReply, Leave, Locate, Lookup, MissRecord, MissReports, Name, NsName, Ping,
-    Publish, PublishOp, PublishReply, Query, Records, Who, WhoReply,
+    Attach, Clear, ClearAck, EngineKey, Join, JoinReply, Leave, Locate, Lookup, MissRecord, MissReports,
+    Name, NsName, NsNumber, Ping, Publish, PublishOp, PublishReply, Query, Records, Who, WhoReply,
 };
 use crate::{Fingerprint, Generation, SlotId};
 
@@ -108,7 +108,7 @@ impl Directory {
 
     fn open(&mut self, peer: &Peer, name: NsName, known: u32) -> (NsNumber, NsEpoch) {
         let open = OpenNs { name, known_epoch: NsEpoch(known) };
-        match self.service.handle_open_ns(peer.control, &open) {
+        match self.service.handle_open_ns(at_ms(0), peer.control, &open) {
             NsReply::Opened { number, epoch } => (number, epoch),
             NsReply::Full => panic!("no room for a namespace"),
         }
@@ -129,7 +129,7 @@ impl Directory {
     ) -> Result<PublishReply<'static>, Refusal> {
         let ops: Records<'_, PublishOp> = ops.iter().copied().collect();
         let publish = Publish { member: peer.member, seq_no, first, last, load: 0, ops };
-        self.service.handle_publish(peer.control, &publish)
+        self.service.handle_publish(at_ms(0), peer.control, &publish)
     }
 
     /// Joins, opens [`NS`] and announces these (key, generation) pairs.
@@ -144,7 +144,8 @@ impl Directory {
 
     fn query(&mut self, asker: EngineKey, keys: &[u64]) -> Query<'static> {
         let open = OpenNs { name: NS, known_epoch: NsEpoch(0) };
-        let NsReply::Opened { number, .. } = self.service.handle_open_ns(ConnectionId(0), &open) else {
+        let NsReply::Opened { number, .. } = self.service.handle_open_ns(at_ms(0), ConnectionId(0), &open)
+        else {
             panic!("no room for a namespace")
         };
         let keys = keys.iter().map(|index| key(*index)).collect();
@@ -204,5 +205,3 @@ fn put(ns: NsNumber, ns_epoch: NsEpoch, index: u64, gen: u64) -> PublishOp {
 fn del(index: u64, gen: u64) -> PublishOp {
     PublishOp { present: false, ..put(NsNumber(0), NsEpoch(0), index, gen) }
 }
-
-use crate::load::MissReason;

@@ -137,6 +137,21 @@ fn a_late_message_of_an_earlier_connection_is_not_taken_for_a_new_one() {
 }
 
 #[test]
+fn a_silent_rank_is_not_displaced_but_a_lost_one_is() {
+    let mut d = Directory::new();
+    let a = d.announce(at_ms(0), "a", 1, &[(1, 1)]);
+    let b = d.announce(at_ms(0), "b", 2, &[(1, 1)]);
+    d.run_until(at_ms(2500));
+    d.announce(at_ms(2500), "c", 3, &[(1, 1)]);
+    d.service.handle_ping(at_ms(2500), a.liveness, Ping { load: 0 }).unwrap();
+    assert_eq!(d.locate(at_ms(2500), 1).len(), 2, "a is heard again and needs not announce");
+    d.service.handle_connection_closed(at_ms(2500), b.liveness);
+    d.announce(at_ms(2500), "d", 4, &[(1, 1)]);
+    assert_eq!(d.locate(at_ms(2500), 1).len(), 3);
+    assert_eq!(d.service.stats().replicas, 3, "d's took the place of b's");
+}
+
+#[test]
 fn generation_zero_is_never_offered() {
     let mut d = Directory::new();
     d.announce(at_ms(0), "a", 1, &[(1, 0)]);

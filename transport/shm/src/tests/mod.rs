@@ -1,0 +1,6 @@
+//! Tests over real sockets and separate mappings, all in one process.
+
+mod common;
+mod hammer;
+mod provider;
+mod server;
