@@ -17,14 +17,12 @@ use kvfabric_core::wire::{
 };
 use kvfabric_core::{NsEpoch, RankId, Time};
 use kvfabric_transport_control::liveness::{LivenessEvent, LivenessId, LivenessServer, ServerConfig, Ticket};
-use kvfabric_transport_control::{
-    CloseReason, Connection, Endpoint, EndpointConfig, Handler, Responder, Tls,
-};
+use kvfabric_transport_control::{CloseReason, Connection, Endpoint, Handler, Responder, Tls};
 use parking_lot::{Mutex, RwLock};
 
 use crate::handler::respond;
 use crate::session::request;
-use crate::system::{end_runtime, random_u64, runtime, security};
+use crate::system::{end_runtime, endpoint_config, random_u64, runtime, security};
 use crate::{DirectoryConfig, StartError};
 
 /// The core's own silence limit. Silence is judged by the liveness threads, which report it at once; this bound only
@@ -103,7 +101,7 @@ impl DirectoryServer {
         let (endpoint, listener) = {
             let _guard = runtime.enter();
             Endpoint::bind_with_liveness(
-                EndpointConfig::new(tls),
+                endpoint_config(tls, config.peer_timeout),
                 config.listen,
                 Arc::new(DirectoryHandler(state.clone())),
             )

@@ -12,7 +12,7 @@ use kvfabric_core::rank::{Rank, RankConfig};
 use kvfabric_core::wire::{Address, AddressList, Advertised, EngineKey, Name};
 use kvfabric_core::{Incarnation, TransportKind};
 use kvfabric_memory::{HugePages, OwnerMemory, PoolConfig};
-use kvfabric_transport_control::{Endpoint, EndpointConfig, Tls};
+use kvfabric_transport_control::{Endpoint, Tls};
 use kvfabric_transport_shm::{ShmProvider, ShmServer};
 use kvfabric_transport_tcp::{
     ProviderOptions, ServeError, ServerOptions, TcpProvider, TcpServer, TlsClient, TokenStore,
@@ -33,7 +33,7 @@ use crate::reads::Reads;
 use crate::routes::{Routes, OWN_POOL};
 use crate::session::LinkTask;
 use crate::shared::Shared;
-use crate::system::{random_u64, runtime, security, socket_dir};
+use crate::system::{endpoint_config, random_u64, runtime, security, socket_dir};
 use crate::{
     ConfigError, DirectoryChoice, DirectoryConfig, DirectoryServer, HugePagesChoice, NodeConfig, NodeStats,
     StartError, TransportChoice,
@@ -132,7 +132,8 @@ impl Starter {
         let handler = Arc::new(RankHandler::new(self.offer(&tcp, &shm, tokens)?, commands.clone()));
         let endpoint = {
             let _guard = runtime.enter();
-            Endpoint::bind(EndpointConfig::new(self.tls.clone()), self.config.listen, handler.clone())
+            let settings = endpoint_config(self.tls.clone(), self.config.peer_timeout);
+            Endpoint::bind(settings, self.config.listen, handler.clone())
                 .map_err(|error| self.listen_error(error.to_string()))?
         };
         let shared = Arc::new(Shared::new(

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use kvfabric_transport_control::{Endpoint, Security};
+use kvfabric_transport_control::{Endpoint, EndpointConfig, Security, Tls};
 
 use crate::{SecurityChoice, StartError};
 
@@ -31,6 +31,14 @@ pub(crate) fn runtime(name: &str) -> Result<tokio::runtime::Runtime, StartError>
         .enable_all()
         .build()
         .map_err(|source| StartError::System { what: "cannot start the control threads".into(), source })
+}
+
+/// Settings of an endpoint. A silent peer is judged by the peer timeout, so its connection must not time out before that:
+/// a lost control connection hides a rank as well.
+pub(crate) fn endpoint_config(tls: Tls, peer_timeout: Duration) -> EndpointConfig {
+    let mut config = EndpointConfig::new(tls);
+    config.idle_timeout = config.idle_timeout.max(peer_timeout.saturating_mul(2));
+    config
 }
 
 /// Tells the peers, if there are any to tell, then ends the runtime. On a thread of its own, because the caller may be on another runtime's.
