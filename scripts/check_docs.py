@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the Markdown files: relative links lead somewhere, cited rules exist, direct dependencies are explained, figures carry commands."""
+"""Checks the Markdown files: relative links lead somewhere, cited rules exist, direct dependencies and settings are explained."""
 
 import re
 import subprocess
@@ -35,7 +35,8 @@ def check_rules() -> None:
         for number, line in enumerate(source.read_text().splitlines(), 1):
             if "//" not in line:
                 continue
-            for rule in re.findall(r"\[([A-Z]\d+)\](?!\()", line.split("//", 1)[1]):
+            comment = line.split("//", 1)[1]
+            for rule in re.findall(r"\[([A-Z]\d+)\](?!\()", comment) + re.findall(r"\brules? ([A-Z]\d+)\b", comment):
                 if rule not in stated:
                     problems.append(f"{source.relative_to(ROOT)}:{number}: rule [{rule}] is not in docs/protocol.md")
 

@@ -52,7 +52,7 @@ enum Bench {
         /// Windows of each side in each row.
         #[arg(long, default_value_t = 3)]
         rounds: usize,
-        /// Reads in flight [default: 1 on shm, 8 on tcp].
+        /// Reads in flight [default: 1 on shm, 4 on tcp].
         #[arg(long)]
         depth: Option<usize>,
     },

@@ -182,7 +182,7 @@ impl NodeConfig {
             socket_dir: None,
             lanes: 1,
             peer_timeout: Duration::from_millis(1000),
-            start_timeout: Duration::from_secs(5),
+            start_timeout: Duration::from_secs(4),
         }
     }
 }

@@ -116,7 +116,7 @@ pub(crate) fn socket_dir(given: Option<&Path>) -> Result<PathBuf, StartError> {
             || metadata.mode() & 0o022 != 0
         {
             return Err(fail(std::io::Error::other(
-                "it does not belong to this user alone; remove it or give --socket-dir",
+                "it does not belong to this user alone; remove it or set KVFABRIC_SOCKET_DIR",
             )));
         }
     }
