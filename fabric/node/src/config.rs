@@ -82,6 +82,30 @@ pub enum SecurityChoice {
     InsecureNoAuth,
 }
 
+/// Secret of the namespaces' keyed hashes. Never printed.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct NsSecret(Vec<u8>);
+
+impl NsSecret {
+    /// The secret.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl From<Vec<u8>> for NsSecret {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self(bytes)
+    }
+}
+
+impl std::fmt::Debug for NsSecret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_empty() { "NsSecret(empty)" } else { "NsSecret(..)" })
+    }
+}
+
 /// Where the directory is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DirectoryChoice {
@@ -111,7 +135,7 @@ pub struct NodeConfig {
     /// Whether data connections are encrypted too. `None`: only when listening beyond loopback with certificates.
     pub data_tls: Option<bool>,
     /// Secret of the namespaces' keyed hashes (`--ns-secret-file`).
-    pub ns_secret: Vec<u8>,
+    pub ns_secret: NsSecret,
     /// Capacity of the pool, bytes: a hard limit.
     pub pool_bytes: u64,
     /// Extent size, bytes.
@@ -148,7 +172,7 @@ impl NodeConfig {
             advertise: None,
             security: SecurityChoice::Development,
             data_tls: None,
-            ns_secret: Vec::new(),
+            ns_secret: NsSecret::default(),
             pool_bytes,
             extent_bytes: kvfabric_core::limits::EXTENT_BYTES,
             huge_pages: HugePagesChoice::Auto,
@@ -408,7 +432,8 @@ impl Settings {
         config.data_tls = self.data_tls;
         if let Some(path) = &self.ns_secret_file {
             config.ns_secret = std::fs::read(path)
-                .map_err(|source| ConfigError::Read { path: path.display().to_string(), source })?;
+                .map_err(|source| ConfigError::Read { path: path.display().to_string(), source })?
+                .into();
         }
         if let Some(extent) = &self.extent_bytes {
             config.extent_bytes = parse_bytes("extent_bytes", extent)?;
@@ -588,6 +613,17 @@ mod tests {
         let error = Settings::from_pairs(pairs(&[("KVFABRIC_NAMES", "a")])).unwrap_err();
         assert!(error.to_string().contains("KVFABRIC_NAMES"));
         assert!(Settings::from_pairs(pairs(&[("KVFABRIC_LANES", "two")])).is_err());
+    }
+
+    #[test]
+    fn secrets_stay_out_of_logs() {
+        let mut config = NodeConfig::new("a", "127.0.0.1:1", 1 << 20);
+        config.ns_secret = b"hunter2".to_vec().into();
+        let text = format!("{config:?}");
+        assert!(
+            text.contains("NsSecret(..)") && !text.contains("hunter2") && !text.contains("104, 117"),
+            "{text}"
+        );
     }
 
     #[test]

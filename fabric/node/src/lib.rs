@@ -24,6 +24,7 @@ mod reads;
 mod routes;
 mod session;
 mod shared;
+mod start;
 mod stats;
 mod system;
 mod types;

@@ -78,7 +78,7 @@ fn other_salt_or_secret_never_hits() {
     let salted = NamespaceSpec { key_salt: b"other weights".to_vec(), ..spec(OBJECT_BYTES as u64) };
     let b = Engine::with(config("b", &directory), 4, salted);
     let mut secret = config("c", &directory);
-    secret.ns_secret = b"secret".to_vec();
+    secret.ns_secret = b"secret".to_vec().into();
     let c = Engine::start(secret, 4);
     for stranger in [&b, &c] {
         assert_eq!(stranger.hits(0..4), 0);

@@ -1,6 +1,12 @@
 //! What the tests of whole nodes share: a directory and ranks in one process, and blocks whose bytes are derived from key
 //! and put.
-#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, dead_code, unreachable_pub, clippy::expect_used)] // Test helpers; not every test uses all.
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    dead_code,
+    unreachable_pub,
+    clippy::expect_used
+)] // Test helpers; not every test uses all.
 
 use std::net::SocketAddr;
 use std::time::Duration;
