@@ -6,7 +6,7 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context as _, Result};
@@ -260,8 +260,21 @@ struct Client {
 }
 
 impl Client {
-    fn run(&self, stop: &AtomicBool) -> Result<Tally> {
-        runtime()?.block_on(async {
+    /// Prepares, meets the others at `ready`, then asks until told to stop.
+    fn run(&self, ready: &Barrier, stop: &AtomicBool) -> Result<Tally> {
+        let prepared = self.prepare();
+        // Whoever failed meets the others too: they must not wait for it.
+        ready.wait();
+        let (runtime, _endpoint, connection, ns, requests, frames) = prepared?;
+        runtime.block_on(self.ask_until(stop, &connection, ns, &requests, &frames))
+    }
+
+    #[allow(clippy::type_complexity)] // What one client needs, once.
+    fn prepare(
+        &self,
+    ) -> Result<(tokio::runtime::Runtime, Endpoint, Connection, NsNumber, Vec<Vec<String>>, Vec<Bytes>)> {
+        let runtime = runtime()?;
+        let (endpoint, connection, ns) = runtime.block_on(async {
             let endpoint = endpoint(&self.tls)?;
             let connection = endpoint.connect(&self.directory.to_string()).await?;
             let open = OpenNs { name: NsName(namespace_key().public_name()), known_epoch: NsEpoch(0) };
@@ -270,44 +283,54 @@ impl Client {
                 Reply::Ns(NsReply::Opened { number, .. }) => number,
                 other => bail!("the directory did not open the namespace: {other:?}"),
             };
-            let requests: Vec<Vec<String>> = if self.from_strings {
-                (0..REQUESTS)
-                    .map(|request| {
-                        (0..self.options.batch)
-                            .map(|at| key_string(asked(&self.options, request, at)))
-                            .collect()
-                    })
-                    .collect()
-            } else {
-                Vec::new()
-            };
-            let frames: Vec<Bytes> =
-                (0..REQUESTS).map(|request| self.frame(ns, request)).collect::<Result<_>>()?;
-            let mut hasher = KeyHasher::new(b"", b"");
-            let mut tally = Tally { keys: 0, latencies: Histogram::new_with_max(60_000_000, 3)? };
-            let mut running = tokio::task::JoinSet::new();
-            let mut sequence = 0;
-            loop {
-                while running.len() < self.options.in_flight && !stop.load(Ordering::Acquire) {
-                    let request = sequence % REQUESTS;
-                    sequence += 1;
-                    let begun = Instant::now();
-                    let frame = if self.from_strings {
-                        let strings = requests.get(usize::try_from(request)?).context("a request")?;
-                        frame_of(ns, strings.iter().map(|key| hasher.fingerprint(key.as_bytes())))?
-                    } else {
-                        frames.get(usize::try_from(request)?).context("a request")?.clone()
-                    };
-                    let connection = connection.clone();
-                    running.spawn(async move { (begun, connection.request(frame, DEADLINE).await) });
-                }
-                let Some(finished) = running.join_next().await else { return Ok(tally) };
-                let (begun, reply) = finished?;
-                self.check(&reply?)?;
-                tally.latencies.record(u64::try_from(begun.elapsed().as_micros())?)?;
-                tally.keys += self.options.batch;
+            Ok::<_, anyhow::Error>((endpoint, connection, ns))
+        })?;
+        let requests: Vec<Vec<String>> = if self.from_strings {
+            (0..REQUESTS)
+                .map(|request| {
+                    (0..self.options.batch).map(|at| key_string(asked(&self.options, request, at))).collect()
+                })
+                .collect()
+        } else {
+            Vec::new()
+        };
+        let frames: Vec<Bytes> =
+            (0..REQUESTS).map(|request| self.frame(ns, request)).collect::<Result<_>>()?;
+        Ok((runtime, endpoint, connection, ns, requests, frames))
+    }
+
+    async fn ask_until(
+        &self,
+        stop: &AtomicBool,
+        connection: &Connection,
+        ns: NsNumber,
+        requests: &[Vec<String>],
+        frames: &[Bytes],
+    ) -> Result<Tally> {
+        let mut hasher = KeyHasher::new(b"", b"");
+        let mut tally = Tally { keys: 0, latencies: Histogram::new_with_max(60_000_000, 3)? };
+        let mut running = tokio::task::JoinSet::new();
+        let mut sequence = 0;
+        loop {
+            while running.len() < self.options.in_flight && !stop.load(Ordering::Acquire) {
+                let request = sequence % REQUESTS;
+                sequence += 1;
+                let begun = Instant::now();
+                let frame = if self.from_strings {
+                    let strings = requests.get(usize::try_from(request)?).context("a request")?;
+                    frame_of(ns, strings.iter().map(|key| hasher.fingerprint(key.as_bytes())))?
+                } else {
+                    frames.get(usize::try_from(request)?).context("a request")?.clone()
+                };
+                let connection = connection.clone();
+                running.spawn(async move { (begun, connection.request(frame, DEADLINE).await) });
             }
-        })
+            let Some(finished) = running.join_next().await else { return Ok(tally) };
+            let (begun, reply) = finished?;
+            self.check(&reply?)?;
+            tally.latencies.record(u64::try_from(begun.elapsed().as_micros())?)?;
+            tally.keys += self.options.batch;
+        }
     }
 
     fn frame(&self, ns: NsNumber, request: u64) -> Result<Bytes> {
@@ -399,14 +422,16 @@ fn measure(
 ) -> Result<Row> {
     let stop = Arc::new(AtomicBool::new(false));
     let published = AtomicU64::new(0);
-    let (cpu, begun) = (cpu_seconds(), Instant::now());
+    let ready = Arc::new(Barrier::new(options.clients + 1));
     let clients: Vec<_> = (0..options.clients)
         .map(|_| {
             let client = Client { tls: tls.clone(), directory, options: *options, from_strings };
-            let stop = stop.clone();
-            std::thread::spawn(move || client.run(&stop))
+            let (stop, ready) = (stop.clone(), ready.clone());
+            std::thread::spawn(move || client.run(&ready, &stop))
         })
         .collect();
+    ready.wait();
+    let (cpu, begun) = (cpu_seconds(), Instant::now());
     let timer = stop.clone();
     let seconds = Duration::from_secs_f64(options.seconds);
     let ending = std::thread::spawn(move || {

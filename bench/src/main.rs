@@ -7,6 +7,7 @@ mod plan;
 mod policy;
 mod ranges_shm;
 mod ranges_tcp;
+mod validation;
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -75,6 +76,12 @@ enum Bench {
         /// Publications a second beside the lookups.
         #[arg(long, default_value_t = 200_000)]
         publish_rate: u64,
+    },
+    /// What words, tags and the judgement cost in a load of 64 MiB.
+    Validation {
+        /// Length of the run, seconds.
+        #[arg(long, default_value_t = 3.0)]
+        seconds: f64,
     },
     /// Eviction policies on request traces, through the pool code alone.
     Policy {
@@ -153,6 +160,7 @@ fn run(cli: Cli) -> Result<()> {
                 Ok(())
             })
         }
+        Bench::Validation { seconds } => validation::run(seconds, json),
         Bench::Policy { traces, room } => policy::run(&traces, &room, json),
         Bench::TcpChild { arguments } => ranges_tcp::serve_child(&arguments),
     }

@@ -137,6 +137,7 @@ pub(crate) enum Command {
     },
     MissReported {
         reports: Vec<ReportId>,
+        keys: Vec<Fingerprint>,
     },
     ClearRank {
         clear: ClearRank,

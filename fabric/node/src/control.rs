@@ -73,6 +73,7 @@ impl Control {
         let message = MissReports { asker: self.engine, reports: records };
         let answer =
             self.directory.as_ref().map(|directory| directory.report_misses(&message, REQUEST_TIMEOUT));
+        let keys: Vec<Fingerprint> = misses.iter().map(|miss| miss.fingerprint).collect();
         let core = self.core.clone();
         self.runtime.spawn(async move {
             let acknowledged = match answer {
@@ -81,7 +82,7 @@ impl Control {
             };
             // Not acknowledged: core goes on by itself after its own wait.
             if acknowledged {
-                let _ = core.send(Command::MissReported { reports });
+                let _ = core.send(Command::MissReported { reports, keys });
             }
         });
     }

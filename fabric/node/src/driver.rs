@@ -127,7 +127,9 @@ impl Driver {
                 let result = result.map_err(|()| kvfabric_core::load::DirectoryUnavailable);
                 self.rank.handle_located(now, locate, result);
             }
-            Command::MissReported { reports } => {
+            Command::MissReported { reports, keys } => {
+                // The directory knows now, which is better than not knowing: a late acknowledgement ends the veto.
+                self.shared.forget_failed(&keys);
                 self.rank.handle_misses_reported(now, &reports);
             }
             Command::Greeted { rank, incarnation, result } => {

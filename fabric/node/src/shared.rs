@@ -187,6 +187,16 @@ impl Shared {
         }
     }
 
+    /// The directory acknowledged what is wrong with these keys: its answers count again.
+    pub(crate) fn forget_failed(&self, keys: &[Fingerprint]) {
+        let mut failed = self.failed.lock();
+        if !failed.until.is_empty() {
+            for key in keys {
+                failed.until.remove(key);
+            }
+        }
+    }
+
     /// Takes the hits of keys that failed a moment ago away.
     fn veto_failed(&self, keys: &[Option<Fingerprint>], hits: &mut [bool]) {
         let failed = self.failed.lock();
@@ -537,5 +547,28 @@ fn check_spec(spec: &NamespaceSpec, pool_bytes: u64) -> Result<(), NamespaceErro
     match ids.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => Err(NamespaceError::LayoutConflict { name: spec.name.clone(), group_id: pair[0] }),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A report that was acknowledged late kept its key negative for the whole time, although the key had been stored
+    /// anew meanwhile.
+    #[test]
+    fn a_late_acknowledgement_ends_the_veto() {
+        let (commands, _inbox) = std::sync::mpsc::channel();
+        let shared = Shared::new(1, commands, Vec::new(), 1 << 20);
+        let (a, b) = (Fingerprint([1, 2]), Fingerprint([3, 4]));
+        shared.remember_failed(&[a, b]);
+        let asked = [Some(a), Some(b), None];
+        let mut hits = [true, true, true];
+        shared.veto_failed(&asked, &mut hits);
+        assert_eq!(hits, [false, false, true]);
+        shared.forget_failed(&[a]);
+        let mut hits = [true, true, true];
+        shared.veto_failed(&asked, &mut hits);
+        assert_eq!(hits, [true, false, true]);
     }
 }
