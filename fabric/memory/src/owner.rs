@@ -254,7 +254,9 @@ pub struct OwnerMemory {
     slabs: ArcSwap<SlabState>,
     /// Word granules that have memory. A word outside them is never touched.
     word_granules: Granules,
-    /// Allocated parts of the pool, start to end, merged. Also serialises growth and slab changes.
+    /// Held while an extent is being obtained.
+    growing: Mutex<()>,
+    /// Allocated parts of the pool, start to end, merged. Also serialises slab changes.
     growth: Mutex<BTreeMap<u64, u64>>,
     /// Serialises O1 and O2, so that a late publish can never undo an invalidation that came between its look at the
     /// generation and its stores.
@@ -288,6 +290,7 @@ impl OwnerMemory {
             prefault: config.prefault,
             slabs: ArcSwap::from_pointee(SlabState::default()),
             word_granules,
+            growing: Mutex::new(()),
             growth: Mutex::new(BTreeMap::new()),
             word_writes: Mutex::new(()),
             fills: Mutex::new(Vec::new()),
@@ -308,15 +311,16 @@ impl OwnerMemory {
                 return Err(PoolError::OutsidePool { offset, length_bytes, capacity_bytes });
             }
         };
-        let mut growth = self.growth.lock();
-        if covers(&growth, offset, end) {
+        // Growing takes long, and a lock of its own: whoever adds a slab meanwhile must not wait for it.
+        let _growing = self.growing.lock();
+        if covers(&self.growth.lock(), offset, end) {
             return Ok(());
         }
         allocate(&self.pool, offset, length_bytes)?;
         if self.prefault {
             prefault(&self.pool, offset, length_bytes)?;
         }
-        insert(&mut growth, offset, end);
+        insert(&mut self.growth.lock(), offset, end);
         Ok(())
     }
 

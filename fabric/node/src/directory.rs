@@ -74,7 +74,7 @@ impl DirectoryServer {
     pub fn start(config: DirectoryConfig) -> Result<Self, StartError> {
         let tls = Tls::load(&security(&config.security))
             .map_err(|error| StartError::Security(error.to_string()))?;
-        let runtime = runtime("kvf-directory")?;
+        let (runtime, handle) = runtime("kvf-directory")?;
         let session = random_u64()?;
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let service = Service::new(ServiceConfig {
@@ -95,11 +95,11 @@ impl DirectoryServer {
             tickets: Mutex::default(),
             answering: Mutex::default(),
             liveness: OnceLock::new(),
-            runtime: runtime.handle().clone(),
+            runtime: handle.clone(),
         });
         let listen_error = |reason: String| StartError::Listen { address: config.listen.to_string(), reason };
         let (endpoint, listener) = {
-            let _guard = runtime.enter();
+            let _guard = handle.enter();
             Endpoint::bind_with_liveness(
                 endpoint_config(tls, config.peer_timeout),
                 config.listen,
@@ -118,17 +118,17 @@ impl DirectoryServer {
         // Set once, before any rank can have joined: the port was not known to anybody until now.
         let _ = state.liveness.set(Arc::downgrade(&liveness));
         let timer = Arc::downgrade(&state);
-        runtime.spawn(run_timer(timer));
+        handle.spawn(run_timer(timer));
         let metrics = match config.metrics_listen {
             Some(address) => {
                 let source = state.clone();
-                Some(crate::metrics::MetricsServer::start(runtime.handle(), address, move || {
+                Some(crate::metrics::MetricsServer::start(&handle, address, move || {
                     crate::metrics::directory_text(&source.stats())
                 })?)
             }
             None => None,
         };
-        Ok(Self { state, endpoint, liveness: Some(liveness), metrics, runtime: Some(runtime) })
+        Ok(Self { state, endpoint, liveness: Some(liveness), metrics, runtime: runtime.started() })
     }
 
     /// Where it listens (UDP and TCP).

@@ -122,7 +122,12 @@ impl Driver {
             Command::Extent { extent, ok } => {
                 self.rank.handle_extent(now, extent, if ok { Ok(()) } else { Err(()) })
             }
-            Command::Touched { entries } => self.rank.handle_touch(now, &entries),
+            Command::Touched { entries } => {
+                self.shared.touches.fetch_sub(1, Ordering::AcqRel);
+                self.rank.handle_touch(now, &entries);
+                // A large message must not hold up what the others want done.
+                self.carry_out_all();
+            }
             Command::Located { locate, result } => {
                 let result = result.map_err(|()| kvfabric_core::load::DirectoryUnavailable);
                 self.rank.handle_located(now, locate, result);

@@ -1,6 +1,6 @@
 //! What peers and the directory may ask of a rank: HELLO, TOUCH, CLEAR.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,6 +19,9 @@ use crate::command::Command;
 /// A token not shown within this time is void: connecting takes milliseconds.
 const TOKEN_LIFETIME: Duration = Duration::from_secs(10);
 
+/// Most TOUCH messages that wait for the core thread: one from each of some dozens of peers in a tenth of a second.
+const TOUCHES_QUEUED_MAX: usize = 64;
+
 /// What this rank says of itself in HELLO_ACK.
 pub(crate) struct Offer {
     pub(crate) cluster: Name<'static>,
@@ -35,11 +38,13 @@ pub(crate) struct RankHandler {
     core: Sender<Command>,
     /// Connection to the directory, 0 while there is none: only the directory may clear.
     directory: AtomicU64,
+    /// TOUCH messages that wait for the core thread, which counts them down.
+    touches: Arc<AtomicUsize>,
 }
 
 impl RankHandler {
-    pub(crate) fn new(offer: Offer, core: Sender<Command>) -> Self {
-        Self { offer, core, directory: AtomicU64::new(0) }
+    pub(crate) fn new(offer: Offer, core: Sender<Command>, touches: Arc<AtomicUsize>) -> Self {
+        Self { offer, core, directory: AtomicU64::new(0), touches }
     }
 
     /// Tells which connection leads to the directory.
@@ -79,9 +84,14 @@ impl RankHandler {
     }
 
     fn touch(&self, touch: &Touch<'_>) {
-        if touch.incarnation == self.offer.incarnation {
-            // A core thread that is gone no longer evicts.
-            let _ = self.core.send(Command::Touched { entries: touch.entries.iter().collect() });
+        if touch.incarnation != self.offer.incarnation {
+            return;
+        }
+        // Advisory and lossy by design: what is more than the core keeps up with is left out.
+        if self.touches.fetch_add(1, Ordering::AcqRel) >= TOUCHES_QUEUED_MAX
+            || self.core.send(Command::Touched { entries: touch.entries.iter().collect() }).is_err()
+        {
+            self.touches.fetch_sub(1, Ordering::AcqRel);
         }
     }
 }

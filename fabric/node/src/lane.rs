@@ -171,7 +171,8 @@ impl Worker {
     }
 
     fn post(&mut self, peer: PeerKey, op: ReadOp) {
-        if !self.backlog.is_empty() {
+        // Reads of one peer stay in order; those of other peers do not wait for one whose queue is full.
+        if self.backlog.iter().any(|(waiting, _)| *waiting == peer) {
             self.backlog.push_back((peer, op));
             return;
         }
@@ -200,11 +201,18 @@ impl Worker {
 
     fn retry_backlog(&mut self) -> bool {
         let mut any = false;
-        while let Some((peer, op)) = self.backlog.pop_front() {
-            if !self.try_post(peer, op) {
-                break;
+        let mut full: Vec<PeerKey> = Vec::new();
+        for _ in 0..self.backlog.len() {
+            let Some((peer, op)) = self.backlog.pop_front() else { break };
+            if full.contains(&peer) {
+                self.backlog.push_back((peer, op));
+            } else if self.try_post(peer, op) {
+                any = true;
+            } else {
+                full.push(peer);
+                // It was put back in front; behind the others it keeps its place among its peer's.
+                self.backlog.rotate_left(1);
             }
-            any = true;
         }
         any
     }

@@ -92,7 +92,9 @@ impl Node {
         self.shared.deregister(region)?;
         let (start, length_bytes) = (region.address() as u64, region.length_bytes() as u64);
         let used = self.ask_core(|reply| Command::Uses { start, length_bytes, reply });
-        if used == Some(true) {
+        // No answer from a core thread that lives is no permission.
+        let closed = self.shared.closed.load(Ordering::Acquire);
+        if used == Some(true) || (used.is_none() && !closed) {
             self.shared.register(region)?;
             return Err(BufferError::InUse);
         }

@@ -15,10 +15,25 @@ use crate::command::Command;
 use crate::session::request;
 use crate::TransportChoice;
 
+/// A control connection to a peer. It stays open until it is closed, so whoever lets go of it closes it.
+pub(crate) struct PeerConnection(Connection);
+
+impl PeerConnection {
+    pub(crate) fn get(&self) -> &Connection {
+        &self.0
+    }
+}
+
+impl Drop for PeerConnection {
+    fn drop(&mut self) {
+        self.0.close("not needed any more");
+    }
+}
+
 /// What HELLO found out about a peer.
 pub(crate) struct Greeted {
     pub(crate) name: String,
-    pub(crate) connection: Connection,
+    pub(crate) connection: PeerConnection,
     pub(crate) target: PeerTarget,
     /// Transports that both sides offer, best first, with the reason for trying them in this order.
     pub(crate) candidates: Vec<(TransportKind, &'static str)>,
@@ -72,7 +87,7 @@ impl Asker {
         let mut last = "it advertises no control address".to_owned();
         for address in info.advertised.control.as_slice() {
             match self.endpoint.connect_rank(address.as_str(), name).await {
-                Ok(connection) => return self.hello(connection, name, incarnation).await,
+                Ok(connection) => return self.hello(PeerConnection(connection), name, incarnation).await,
                 Err(error) => last = error.to_string(),
             }
         }
@@ -81,7 +96,7 @@ impl Asker {
 
     async fn hello(
         &self,
-        connection: Connection,
+        connection: PeerConnection,
         name: &str,
         incarnation: Incarnation,
     ) -> Result<Greeted, (PeerFailure, String)> {
@@ -92,7 +107,7 @@ impl Asker {
             wanted: incarnation,
             tcp_tokens_wanted: self.tcp_connections,
         };
-        let reply = request(&connection, &Request::Hello(hello), CONNECT_TIMEOUT)
+        let reply = request(connection.get(), &Request::Hello(hello), CONNECT_TIMEOUT)
             .await
             .map_err(|reason| (PeerFailure::Unreachable, reason))?;
         let ack = match decode_reply(&reply) {

@@ -8,7 +8,7 @@ use kvfabric_transport_api::{ConnectError, OpToken, PeerKey, PeerTarget, ReadOp}
 use kvfabric_transport_control::Connection;
 
 use crate::lane::{Lane, LaneCommand};
-use crate::peers::Greeted;
+use crate::peers::{Greeted, PeerConnection};
 use crate::PeerRoute;
 
 /// The key under which every shm lane knows this rank's own pool.
@@ -32,7 +32,7 @@ struct Peer {
     name: String,
     state: State,
     target: PeerTarget,
-    connection: Option<Connection>,
+    connection: Option<PeerConnection>,
 }
 
 /// What follows from a wish to connect.
@@ -286,7 +286,7 @@ impl Routes {
 
     /// Control connection of a connected peer.
     pub(crate) fn control_of(&self, incarnation: Incarnation) -> Option<&Connection> {
-        self.peers.get(&incarnation)?.connection.as_ref()
+        self.peers.get(&incarnation)?.connection.as_ref().map(PeerConnection::get)
     }
 
     /// Connected peers.

@@ -106,6 +106,9 @@ impl LookupAnswer {
     }
 }
 
+/// Registered buffers by address.
+type Buffers = BTreeMap<usize, Region>;
+
 /// State that the facade shares with the node's threads.
 pub(crate) struct Shared {
     pub(crate) node_id: u64,
@@ -114,7 +117,7 @@ pub(crate) struct Shared {
     pub(crate) jobs_in_progress: AtomicUsize,
     next_job: AtomicU64,
     next_put: AtomicU64,
-    buffers: RwLock<BTreeMap<usize, Region>>,
+    buffers: RwLock<Buffers>,
     namespaces: Mutex<BTreeMap<String, Namespace>>,
     ns_secret: Vec<u8>,
     pool_bytes: u64,
@@ -122,6 +125,8 @@ pub(crate) struct Shared {
     pub(crate) view: RwLock<Option<DirectoryView>>,
     failed: Mutex<FailedKeys>,
     pub(crate) latencies: Latencies,
+    /// TOUCH messages that wait for the core thread.
+    pub(crate) touches: Arc<AtomicUsize>,
 }
 
 /// The directory as lookups see it.
@@ -164,6 +169,7 @@ impl Shared {
             view: RwLock::new(None),
             failed: Mutex::default(),
             latencies: Latencies::default(),
+            touches: Arc::default(),
         }
     }
 
@@ -300,8 +306,7 @@ impl Shared {
         Ok(list)
     }
 
-    fn all_registered(&self, list: &ScatterList) -> bool {
-        let buffers = self.buffers.read();
+    fn all_registered(buffers: &Buffers, list: &ScatterList) -> bool {
         list.regions()
             .iter()
             .all(|region| buffers.get(&region.address()).is_some_and(|known| known.same(region)))
@@ -350,6 +355,7 @@ impl Shared {
     /// Everything about a block that can be wrong before its job begins.
     fn check_block(
         &self,
+        buffers: &Buffers,
         ns: &Namespace,
         key: &str,
         memory: &ScatterList,
@@ -358,7 +364,7 @@ impl Shared {
             return Err(BlockError::ForeignNamespace);
         }
         let found = ns.hash_for(key, memory.total_bytes())?;
-        if self.all_registered(memory) {
+        if Self::all_registered(buffers, memory) {
             Ok(found)
         } else {
             Err(BlockError::NotRegistered)
@@ -391,10 +397,12 @@ impl Shared {
         deadline: Duration,
     ) -> Result<Job, SubmitError> {
         let state = self.begin_job(items.len())?;
+        // Held until the job is submitted, so that no buffer goes between the check and the claim of its memory.
+        let buffers = self.buffers.read();
         let first_put = PutId(self.next_put.fetch_add(items.len() as u64, Ordering::Relaxed));
         let mut blocks = Vec::with_capacity(items.len());
         for (index, item) in items.into_iter().enumerate() {
-            let checked = self.check_block(ns, &item.key, &item.source);
+            let checked = self.check_block(&buffers, ns, &item.key, &item.source);
             match checked {
                 Ok((key, group)) => blocks.push(StoreBlockInput {
                     index,
@@ -427,9 +435,11 @@ impl Shared {
         deadline: Duration,
     ) -> Result<Job, SubmitError> {
         let state = self.begin_job(items.len())?;
+        // As in `store`.
+        let buffers = self.buffers.read();
         let mut blocks = Vec::with_capacity(items.len());
         for (index, item) in items.into_iter().enumerate() {
-            let checked = self.check_block(ns, &item.key, &item.destination);
+            let checked = self.check_block(&buffers, ns, &item.key, &item.destination);
             match checked {
                 Ok((key, group)) => {
                     blocks.push(LoadBlockInput { index, key, group, destination: item.destination });

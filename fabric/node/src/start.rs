@@ -124,27 +124,28 @@ impl Starter {
                 address.to_string()
             }
         };
-        let runtime = runtime("kvf-control")?;
+        let (runtime, handle) = runtime("kvf-control")?;
         let tokens = Arc::new(TokenStore::new());
         let tcp = self.tcp_server(&tokens)?;
         let shm = self.shm_server()?;
         let (commands, inbox) = channel();
-        let handler = Arc::new(RankHandler::new(self.offer(&tcp, &shm, tokens)?, commands.clone()));
-        let endpoint = {
-            let _guard = runtime.enter();
-            let settings = endpoint_config(self.tls.clone(), self.config.peer_timeout);
-            Endpoint::bind(settings, self.config.listen, handler.clone())
-                .map_err(|error| self.listen_error(error.to_string()))?
-        };
         let shared = Arc::new(Shared::new(
             self.incarnation.get(),
             commands.clone(),
             self.config.ns_secret.as_bytes().to_vec(),
             self.config.pool_bytes,
         ));
+        let offer = self.offer(&tcp, &shm, tokens)?;
+        let handler = Arc::new(RankHandler::new(offer, commands.clone(), shared.touches.clone()));
+        let endpoint = {
+            let _guard = handle.enter();
+            let settings = endpoint_config(self.tls.clone(), self.config.peer_timeout);
+            Endpoint::bind(settings, self.config.listen, handler.clone())
+                .map_err(|error| self.listen_error(error.to_string()))?
+        };
         let identity = self.identity(&endpoint, &tcp, &shm)?;
         let control = Control::new(
-            runtime.handle().clone(),
+            handle.clone(),
             commands.clone(),
             self.asker(&endpoint, &identity, commands.clone()),
             EngineKey::of(&self.config.engine),
@@ -167,7 +168,7 @@ impl Starter {
             seed: self.incarnation.get(),
             stop: stopping,
         };
-        runtime.spawn(link.run());
+        handle.spawn(link.run());
         let mut node = Node {
             name: self.config.name.clone(),
             incarnation: self.incarnation,
@@ -176,7 +177,7 @@ impl Starter {
             stop,
             endpoint,
             metrics: None,
-            runtime: Some(runtime),
+            runtime: runtime.started(),
             _tcp: tcp,
             _shm: shm,
             _memory: self.memory.clone(),

@@ -23,14 +23,35 @@ pub(crate) fn random_u64() -> Result<u64, StartError> {
     })
 }
 
-/// A tokio runtime for the control plane. Two workers: a long lookup must not hold up a publish.
-pub(crate) fn runtime(name: &str) -> Result<tokio::runtime::Runtime, StartError> {
-    tokio::runtime::Builder::new_multi_thread()
+/// A runtime while a start may still fail. A runtime that is dropped on a thread of another one panics; this one goes
+/// quietly.
+pub(crate) struct StartingRuntime(Option<tokio::runtime::Runtime>);
+
+impl StartingRuntime {
+    /// The start succeeded: whoever owns the runtime ends it with [`end_runtime`].
+    pub(crate) fn started(mut self) -> Option<tokio::runtime::Runtime> {
+        self.0.take()
+    }
+}
+
+impl Drop for StartingRuntime {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// A tokio runtime for the control plane, and its handle. Two workers: a long lookup must not hold up a publish.
+pub(crate) fn runtime(name: &str) -> Result<(StartingRuntime, tokio::runtime::Handle), StartError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_name(name)
         .enable_all()
         .build()
-        .map_err(|source| StartError::System { what: "cannot start the control threads".into(), source })
+        .map_err(|source| StartError::System { what: "cannot start the control threads".into(), source })?;
+    let handle = runtime.handle().clone();
+    Ok((StartingRuntime(Some(runtime)), handle))
 }
 
 /// Settings of an endpoint. A silent peer is judged by the peer timeout, so its connection must not time out before that:

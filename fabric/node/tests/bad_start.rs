@@ -231,3 +231,15 @@ fn socket_folders_that_cannot_be_used() {
     std::fs::remove_file(file).unwrap();
     let _ = std::fs::remove_dir(long);
 }
+
+/// A start that failed on a runtime's thread dropped a runtime there, which panics.
+#[test]
+fn a_failed_start_on_a_runtimes_thread_is_an_error() {
+    let directory = directory();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut config = config("async", &directory);
+    config.listen = taken.local_addr().unwrap();
+    let other = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let started = other.block_on(async { Node::start(config) });
+    assert!(matches!(started, Err(StartError::Listen { .. })), "{started:?}");
+}

