@@ -72,7 +72,6 @@ pub struct Process {
     stdin: Option<ChildStdin>,
     lines: Receiver<String>,
     log: PathBuf,
-    stopped: bool,
 }
 
 impl Process {
@@ -102,7 +101,7 @@ impl Process {
             }
         });
         let stdin = child.stdin.take();
-        let mut process = Self { name: name.to_owned(), child, stdin, lines, log, stopped: false };
+        let mut process = Self { name: name.to_owned(), child, stdin, lines, log };
         process.send(role);
         process
     }
@@ -226,16 +225,25 @@ impl Process {
         kill_process(pid, signal).expect("the process is ours");
     }
 
-    /// SIGSTOP.
+    /// SIGSTOP; returns once every thread stands still, which is a moment after the signal was sent.
     pub fn stop(&mut self) {
         self.signal(Signal::STOP);
-        self.stopped = true;
+        eventually("every thread of the process is stopped", || self.stands_still());
+    }
+
+    fn stands_still(&self) -> bool {
+        let tasks =
+            std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("the process is ours");
+        tasks.flatten().all(|task| {
+            // A thread that has ended meanwhile has no state. The state is the first letter after the name.
+            let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+        })
     }
 
     /// SIGCONT.
     pub fn cont(&mut self) {
         self.signal(Signal::CONT);
-        self.stopped = false;
     }
 
     /// SIGKILL; returns once the process is gone.

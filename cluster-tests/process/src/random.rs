@@ -50,13 +50,13 @@ impl Random {
 
 /// The seed of a run: from the environment, else a new one. Prints it with the command that repeats the run.
 #[must_use]
-pub fn seed(file: &str, test: &str) -> u64 {
+pub fn seed(test: &str) -> u64 {
     let seed = std::env::var(SEED_VARIABLE)
         .ok()
         .map(|text| text.parse().expect("the seed is a number"))
         .unwrap_or_else(|| getrandom::u64().expect("the system has random numbers"));
     println!(
-        "seed {seed}; to repeat: {SEED_VARIABLE}={seed} cargo test --release -p kvfabric-process-tests --test {file} {test}"
+        "seed {seed}; to repeat: {SEED_VARIABLE}={seed} cargo test --release -p kvfabric-process-tests --test processes {test}"
     );
     seed
 }

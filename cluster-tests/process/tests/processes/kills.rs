@@ -1,5 +1,4 @@
 //! SIGKILL of owners, readers and the directory at random moments under load.
-#![allow(clippy::unwrap_used)] // A test file.
 
 use std::time::{Duration, Instant};
 
@@ -109,10 +108,12 @@ enum Victim {
     Owner,
     Reader,
     Directory,
+    /// Stopped for a while instead of killed.
+    Stopped,
 }
 
 fn killed_at_random_moments(test: &str, transport: &str, victims: &[Victim]) {
-    let mut random = Random::new(seed("kills", test));
+    let mut random = Random::new(seed(test));
     let mut fabric = Fabric::start(RELAXED_PEER_TIMEOUT_MS);
     let mut owners: Vec<Owner> =
         (0..2).map(|number| Owner::start(&fabric, number, transport, &mut random)).collect();
@@ -134,6 +135,11 @@ fn killed_at_random_moments(test: &str, transport: &str, victims: &[Victim]) {
                 std::thread::sleep(pause);
                 *process = fabric.rank(spec);
                 process.start_loads(load_loop(&mut random));
+            }
+            Victim::Stopped => {
+                owners[which].process.stop();
+                std::thread::sleep(pause * 5);
+                owners[which].process.cont();
             }
             Victim::Directory => {
                 fabric.kill_directory();
@@ -172,6 +178,6 @@ fn directory_killed_under_load() {
 
 #[test]
 fn anybody_killed_under_load() {
-    let victims = [Victim::Owner, Victim::Reader, Victim::Directory];
+    let victims = [Victim::Owner, Victim::Reader, Victim::Directory, Victim::Stopped];
     killed_at_random_moments("anybody_killed_under_load", "auto", &victims);
 }

@@ -1,5 +1,4 @@
 //! Many processes at once.
-#![allow(clippy::unwrap_used)] // A test file.
 
 use std::time::{Duration, Instant};
 

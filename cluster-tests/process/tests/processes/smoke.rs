@@ -1,5 +1,4 @@
 //! The harness itself: two ranks exchange blocks over each transport.
-#![allow(clippy::unwrap_used)] // A test file.
 
 use std::time::Duration;
 

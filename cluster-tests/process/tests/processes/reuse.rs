@@ -1,5 +1,4 @@
 //! Memory and slots that are used again: readers get the stored bytes or a miss, never the new ones.
-#![allow(clippy::unwrap_used)] // A test file.
 
 use std::time::{Duration, Instant};
 
@@ -29,7 +28,7 @@ fn owner_reuses_the_memory_it_stored_from() {
 
 /// A pool with room for a fifth of the keys, its slots in constant reuse, under readers with hints that are out of date.
 fn slots_in_constant_reuse(test: &str, transport: &str) {
-    let mut random = Random::new(seed("reuse", test));
+    let mut random = Random::new(seed(test));
     let fabric = Fabric::start(RELAXED_PEER_TIMEOUT_MS);
     let mut spec = fabric.spec("owner", transport);
     spec.pool_bytes = 64 * SHAPE.object_bytes as u64;
@@ -81,7 +80,7 @@ fn slots_in_constant_reuse_over_tcp() {
 #[test]
 fn loads_given_up_at_random_moments() {
     for transport in ["shm", "tcp"] {
-        let mut random = Random::new(seed("reuse", "loads_given_up_at_random_moments"));
+        let mut random = Random::new(seed("loads_given_up_at_random_moments"));
         let fabric = Fabric::start(RELAXED_PEER_TIMEOUT_MS);
         let mut owner = fabric.rank(&fabric.spec("owner", transport));
         let mut reader = fabric.rank(&fabric.spec("reader", transport));

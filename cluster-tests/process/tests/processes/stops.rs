@@ -1,5 +1,4 @@
 //! SIGSTOP: processes that live but do not answer.
-#![allow(clippy::unwrap_used)] // A test file.
 
 use std::time::{Duration, Instant};
 
