@@ -228,5 +228,26 @@ impl Answer {
     }
 }
 
+/// Body of a fuzz target: whatever the bytes are, reading them as a request does not panic, and what is accepted is written
+/// back as the very same bytes.
+///
+/// # Panics
+/// If the reader breaks that contract.
+pub fn fuzz_request(data: &[u8]) {
+    if let Ok(request) = Request::decode(data) {
+        assert_eq!(request.encode(), data, "a request has two spellings");
+    }
+}
+
+/// As [`fuzz_request`], for answers.
+///
+/// # Panics
+/// If the reader breaks that contract.
+pub fn fuzz_answer(data: &[u8]) {
+    if let Ok(answer) = Answer::decode(data) {
+        assert_eq!(answer.encode(), data, "an answer has two spellings");
+    }
+}
+
 #[cfg(test)]
 mod tests;

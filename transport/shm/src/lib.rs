@@ -11,6 +11,7 @@ mod provider;
 mod server;
 mod socket;
 
+pub use frame::{fuzz_answer, fuzz_request};
 pub use provider::ShmProvider;
 pub use server::{ServeError, ShmServer};
 pub use socket::UNIX_PATH_BYTES_MAX;

@@ -91,3 +91,27 @@ fn every_changed_byte_is_an_error_or_another_frame() {
     assert_eq!(Request::decode(&old), Err(FrameError::Version(9)));
     assert_eq!(Request::decode(b"GET / HTTP/1.1\r\n\r\n"), Err(FrameError::Magic));
 }
+
+proptest::proptest! {
+    #[test]
+    fn arbitrary_bytes_never_panic(data in proptest::collection::vec(proptest::num::u8::ANY, 0..600)) {
+        fuzz_request(&data);
+        fuzz_answer(&data);
+    }
+
+    #[test]
+    fn mutated_frames_never_panic(
+        which in 0usize..16,
+        at in 0usize..4096,
+        value in proptest::num::u8::ANY,
+        cut in 0usize..64,
+    ) {
+        let answers = answers();
+        let mut frame = answers[which % answers.len()].encode();
+        let length = frame.len();
+        frame[at % length] = value;
+        frame.truncate(length - cut.min(length - 1));
+        fuzz_answer(&frame);
+        fuzz_request(&frame);
+    }
+}
