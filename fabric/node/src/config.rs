@@ -48,6 +48,20 @@ pub enum ConfigError {
     },
 }
 
+impl ConfigError {
+    /// Never: the same configuration fails again.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        false
+    }
+
+    /// Always.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        true
+    }
+}
+
 /// Which transports a rank may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {

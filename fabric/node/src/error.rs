@@ -1,5 +1,6 @@
 //! Errors of the node, one enum an operation.
 
+use kvfabric_core::directory::JoinError;
 use kvfabric_core::load::LoadError;
 use kvfabric_core::owner::PutError;
 use kvfabric_core::spans::SpanConflict;
@@ -155,6 +156,8 @@ pub enum StartError {
     JoinRefused {
         /// Name of the rank.
         name: String,
+        /// Its reason, for programs.
+        kind: JoinError,
         /// Its reason, and what to do.
         reason: String,
     },
@@ -235,4 +238,50 @@ pub enum BufferError {
     /// The node was closed.
     #[error("the node was closed")]
     NodeStopped,
+}
+
+impl StartError {
+    /// Whether the same start may succeed later without any change here.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::DirectoryUnreachable { .. } | Self::Listen { .. } => true,
+            Self::JoinRefused { kind, .. } => kind.is_retryable(),
+            _ => false,
+        }
+    }
+
+    /// Whether the cause lies on this machine.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        !matches!(self, Self::DirectoryUnreachable { .. } | Self::JoinRefused { .. })
+    }
+}
+
+impl NamespaceError {
+    /// Never: the same call fails again.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        false
+    }
+
+    /// Always.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        true
+    }
+}
+
+impl BufferError {
+    /// Whether the same call may succeed later.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, Self::InUse)
+    }
+
+    /// Always.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        true
+    }
 }

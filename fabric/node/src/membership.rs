@@ -288,7 +288,9 @@ impl Driver {
     }
 
     fn handle_join_refused(&mut self, error: &JoinError) {
-        let refused = |reason: String| StartError::JoinRefused { name: self.membership.name.clone(), reason };
+        let kind = *error;
+        let refused =
+            |reason: String| StartError::JoinRefused { name: self.membership.name.clone(), kind, reason };
         let error = match error {
             JoinError::NameInUse => {
                 let patience = |starting: &Starting| starting.begun.elapsed() < NAME_IN_USE_PATIENCE;
